@@ -102,14 +102,14 @@ def run(
         PeftlabError: anything the user can correct; an error found before training leaves no run directory.
     """
     from peftlab.pipelines.checks import check_models
-    from peftlab.pipelines.directory import check_directory, to_continue
+    from peftlab.pipelines.directory import check_directory, overwrite_or_resume
     from peftlab.pipelines.table import check_engine
     from peftlab.recipe.load import load_recipe
 
     check_engine(on)
     checked = load_recipe(recipe, overrides)
     check_models(checked)  # both again when they are used; here before anything heavy is imported
-    overwrite, resume = to_continue(checked, overwrite=overwrite)
+    overwrite, resume = overwrite_or_resume(checked, overwrite=overwrite)
     check_directory(checked, overwrite=overwrite, resume=resume)
     return run_recipe(checked, overwrite=overwrite, resume=resume, device=device, shard=shard, on=on, cpus=cpus)
 

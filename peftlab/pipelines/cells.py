@@ -56,17 +56,17 @@ class LocalEngine:
 
     def __init__(self, slots: Sequence[str], device: str, threads: int | None) -> None:
         self.size = f"{len(slots)} at a time"
-        self._free, self._device, self._threads = list(slots), device, threads
+        self._free_slots, self._device, self._threads = list(slots), device, threads
         self._running: dict[int, tuple[CellProcess, str]] = {}
 
     def running(self) -> list[Cell]:
         return [process.cell for process, _ in self._running.values()]
 
     def free(self) -> bool:
-        return bool(self._free)
+        return bool(self._free_slots)
 
     def start(self, cell: Cell) -> None:
-        slot = self._free.pop(0)
+        slot = self._free_slots.pop(0)
         process = CellProcess(cell, slot, self._device, self._threads)
         self._running[process.ended] = (process, slot)
 
@@ -74,7 +74,7 @@ class LocalEngine:
         found = []
         for ready in wait(list(self._running), POLL):
             process, slot = self._running.pop(ready)  # type: ignore[arg-type]
-            self._free.append(slot)
+            self._free_slots.append(slot)
             found.append((process.cell, process.reason()))
         return found
 
@@ -127,8 +127,8 @@ class CellProcess:
         self.cell = cell
         self._listening, answering = context.Pipe(duplex=False)
         work = (cell.recipe, slot, device, threads, answering)
-        self._process: BaseProcess = context.Process(target=_work, args=work)
-        with _no_program():
+        self._process: BaseProcess = context.Process(target=_run_cell, args=work)
+        with _without_main_module():
             self._process.start()
         answering.close()
         self.ended = self._process.sentinel
@@ -165,7 +165,7 @@ def _context(kind: str) -> ForkServerContext | SpawnContext:
 
 
 @contextmanager
-def _no_program() -> Iterator[None]:
+def _without_main_module() -> Iterator[None]:
     """Let a process that is started in the block not execute this one's program again: a cell needs nothing of it."""
     program = sys.modules["__main__"]
     sys.modules["__main__"] = ModuleType("__main__")
@@ -181,7 +181,7 @@ def log_file(recipe: FinetuneRecipe | DraftRecipe) -> Path:
     return directory.with_name(f"{directory.name}.log")
 
 
-def _work(
+def _run_cell(
     recipe: FinetuneRecipe | DraftRecipe,
     slot: str,
     device: str,

@@ -32,7 +32,7 @@ def check_data(recipe: Recipe) -> None:
         PeftlabError: a file or column is missing, or a file cannot be read.
     """
     for task, data in {(each.task, repr(each.data)): (each.task, each.data) for each in runs_of(recipe)}.values():
-        _check(find_task(task), data)
+        _check_columns(find_task(task), data)
     prompts = [run.data.prompts for run in _all_runs(recipe) if isinstance(run, DraftRecipe)]
     for file in dict.fromkeys(each for each in prompts if isinstance(each, str)):
         if not isinstance(locate(file, "data.prompts"), Path):
@@ -64,7 +64,7 @@ def columns_read(task: Task, data: DataConfig) -> list[str]:
     return list(tables["train"][1]) if "train" in tables else []
 
 
-def _check(task: Task, data: DataConfig) -> None:
+def _check_columns(task: Task, data: DataConfig) -> None:
     if data.path is None:
         return
     if task.glue:

@@ -103,7 +103,7 @@ def stored_recipe(directory: str | Path) -> Recipe:
     return recipe.model_copy(update={"output_dir": str(directory)})
 
 
-def to_continue(recipe: Recipe, *, overwrite: bool) -> tuple[bool, bool]:
+def overwrite_or_resume(recipe: Recipe, *, overwrite: bool) -> tuple[bool, bool]:
     """Return (overwrite, resume): whether a run replaces its directory's contents, and whether it is resumed.
 
     torchrun starts the command again when a worker has died. Of what the same launch has begun, the newest checkpoint
@@ -171,7 +171,7 @@ def write_results(run_dir: Path, results: dict[str, Json]) -> None:
         print(f"no report.html: {error}")
 
 
-def conclude(run_dir: Path, results: dict[str, Json]) -> None:
+def write_and_print_results(run_dir: Path, results: dict[str, Json]) -> None:
     """Write the results, as ``write_results`` does, and print them.
 
     Args:

@@ -54,7 +54,7 @@ from peftlab.methods.injection import count_parameters, inject, is_injected
 from peftlab.methods.table import lr_ratio
 from peftlab.models.costs import Cost
 from peftlab.models.pretrained import load_config, load_tokenizer, storage
-from peftlab.pipelines.directory import conclude, run_directory, write_results
+from peftlab.pipelines.directory import run_directory, write_and_print_results, write_results
 from peftlab.pipelines.generate import HEAD_FILE, acceptance_head, draft_lengths
 from peftlab.pipelines.provenance import peak_memory, provenance
 from peftlab.recipe.load import dump_recipe
@@ -307,7 +307,7 @@ def _run(recipe: DraftRecipe, directory: Claim, resume: bool, device: str) -> Dr
         head = acceptance_head(str(run_dir), accelerator.device) if recipe.acceptance_head else None
         after_speed = decoding_speed(recipe, served, sets.prompts[:_AFTER], draft.eos, head, draft.tokenizer)
         results.decoding = Decoding(before_speed, after_speed, recipe.gamma)
-        conclude(run_dir, results.as_json())
+        write_and_print_results(run_dir, results.as_json())
         print(results.repetition.line())
         print(f"acceptance {results.baseline_score:.4f} before, {results.score:.4f} after")
         print(_decoding_lines(before_speed, after_speed))

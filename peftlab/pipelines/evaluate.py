@@ -26,7 +26,7 @@ from peftlab.training.distributed import accelerator_on
 
 
 @dataclass(frozen=True)
-class Timed:
+class TimingSetup:
     """The machine and the weights that forward passes were timed on.
 
     Attributes:
@@ -44,7 +44,7 @@ class Timed:
 
 
 @dataclass(frozen=True)
-class Evaluated:
+class EvaluationResult:
     """The result of an evaluation.
 
     Attributes:
@@ -55,7 +55,7 @@ class Evaluated:
 
     scores: dict[str, dict[str, float]]
     examples: dict[str, int]
-    timed: Timed | None = None
+    timed: TimingSetup | None = None
 
     def as_json(self) -> dict[str, Json]:
         """Return the scores, and ``timed`` beside them."""
@@ -96,7 +96,7 @@ def score_trained(
     *,
     latency: bool = False,
     device: str = "auto",
-) -> Evaluated:
+) -> EvaluationResult:
     """Return the metrics with the number of examples that they are computed on; all else as for ``evaluate``.
 
     Args:
@@ -108,7 +108,7 @@ def score_trained(
     """
     accelerator = accelerator_on(device)
     trained = find_trained(reference, recipe_name, overrides)
-    merged = _merged_beside(reference, trained) if latency else None
+    merged = _merged_directory(reference, trained) if latency else None
     recipe, task = trained.recipe, _load(trained)
     answers = answer_scorer(task, recipe.generate, accelerator)
     if task.refer is not None:
@@ -124,11 +124,11 @@ def score_trained(
         trusted, where = recipe.trust_remote_code, accelerator.device
         found = merge_latency(trained.adapter, recipe.model, merged, inputs, trust_remote_code=trusted, device=where)
         scores["latency"] = asdict(found)
-        timed = Timed(accelerator.device.type, describe_cpu(), timed_weights(trained.adapter, merged))
-    return Evaluated(scores, {split: len(rows) for split, rows in task.held_out.items()}, timed)
+        timed = TimingSetup(accelerator.device.type, describe_cpu(), timed_weights(trained.adapter, merged))
+    return EvaluationResult(scores, {split: len(rows) for split, rows in task.held_out.items()}, timed)
 
 
-def _merged_beside(reference: str | Path, trained: Trained) -> Path:
+def _merged_directory(reference: str | Path, trained: Trained) -> Path:
     """Return the directory of the merged model beside an adapter."""
     if trained.place is None:
         raise PeftlabError(f"{reference}: --latency compares an adapter with its base model, and this is no adapter")
@@ -205,7 +205,7 @@ class Trained:
         else:
             names = load_config(recipe.model, trust_remote_code=recipe.trust_remote_code).id2label
         place = self.place or recipe.model
-        classes = _in_order(names, place)
+        classes = _ordered_names(names, place)
         if not task.regression:
             return classes
         if len(classes) != 1:
@@ -245,7 +245,7 @@ def find_trained(reference: str | Path, recipe_name: str | Path | None, override
     return Trained(recipe, recipe.model_copy(update=whole))
 
 
-def _in_order(names: object, place: str | Path) -> tuple[str, ...]:
+def _ordered_names(names: object, place: str | Path) -> tuple[str, ...]:
     try:
         numbered = (
             {int(str(number)): str(name) for number, name in names.items()} if isinstance(names, Mapping) else None

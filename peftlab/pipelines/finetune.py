@@ -35,7 +35,7 @@ from peftlab.models.architectures import inside, task_head
 from peftlab.models.config import BaseConfig
 from peftlab.models.costs import Cost
 from peftlab.models.pretrained import eval_mode, load_base, load_config
-from peftlab.pipelines.directory import conclude, run_directory, write_results
+from peftlab.pipelines.directory import run_directory, write_and_print_results, write_results
 from peftlab.pipelines.provenance import peak_memory, provenance
 from peftlab.recipe.load import dump_recipe
 from peftlab.recipe.schema import FinetuneRecipe, injected_method
@@ -58,7 +58,7 @@ from peftlab.training.config import TrainConfig
 from peftlab.training.distributed import AsTrained, check_trackers, make_accelerator
 from peftlab.training.faults import memory_advice
 from peftlab.training.loop import train
-from peftlab.training.optimiser import widen
+from peftlab.training.optimiser import widen_to_fp32
 from peftlab.training.state import Progress, SelectionResult
 from peftlab.untyped import Unwrapped
 
@@ -208,7 +208,7 @@ def _run(recipe: FinetuneRecipe, directory: Claim, resume: bool, device: str) ->
     set_seed(settings.seed)
     task = load_task(recipe)
     _score_examples(task, recipe, accelerator)
-    for line in _remarks(task, settings):
+    for line in _warnings(task, settings):
         accelerator.print(line)
     model = inject(task.model, _method_for(recipe, task))
     merging: MergeOptions | None = None
@@ -230,7 +230,7 @@ def _run(recipe: FinetuneRecipe, directory: Claim, resume: bool, device: str) ->
     accelerator.print(f"{trainable_line(trainable, total)}\nlearning rate: {recipe.train.peak_lr:g}")
     share_rows(task, settings, accelerator)
     if accelerator.mixed_precision in ("bf16", "fp16") and settings.weights is None:
-        widen(model)
+        widen_to_fp32(model)
     if task.refer is not None or task.baseline is None:
         as_trained = AsTrained(model, accelerator, settings.precision)
         task.compare_with(as_trained)
@@ -264,7 +264,7 @@ def _run(recipe: FinetuneRecipe, directory: Claim, resume: bool, device: str) ->
     if accelerator.is_main_process:
         if task.sample is not None and before is not None and not accelerator.is_fsdp2:
             results = replace(results, sample={"before": before, "after": task.sample(task.model)})
-        results = _write_out(recipe, task, task.model, run_dir, results, merging)
+        results = _write_run(recipe, task, task.model, run_dir, results, merging)
     accelerator.wait_for_everyone()
     return results
 
@@ -274,7 +274,7 @@ def _trained_tokens(task: TaskProblem) -> int | None:
     return sum(task.train["trained_tokens"]) if "trained_tokens" in task.train.column_names else None
 
 
-def _remarks(task: TaskProblem, settings: TrainConfig) -> list[str]:
+def _warnings(task: TaskProblem, settings: TrainConfig) -> list[str]:
     """Return the warnings about data and model that are printed before training."""
     fresh = [f"newly initialised: {listed(task.fresh)}"] if task.fresh else []
     if settings.emulate is not None:
@@ -372,7 +372,7 @@ def _results(
     )
 
 
-def _write_out(
+def _write_run(
     recipe: FinetuneRecipe,
     task: TaskProblem,
     model: nn.Module,
@@ -414,7 +414,7 @@ def _write_out(
         if recipe.base.quantised:
             losses = _merge_losses(task, model, run_dir, recipe.model, merging)
             results = replace(results, merge_losses=losses)
-    conclude(run_dir, results.as_json())
+    write_and_print_results(run_dir, results.as_json())
     return results
 
 
@@ -568,7 +568,7 @@ def _score(
     pad = task.tokenizer.pad_token_id if task.tokenizer.pad_token_id is not None else next(iter(ends), 0)
     found: list[tuple[int, list[int]]] = []
     advice = memory_advice("while answering", [f"generate.batch_size={max(1, settings.batch_size // 2)}"])
-    with advice, eval_mode(bare), _adapter_folded(bare):
+    with advice, eval_mode(bare), _merged_for_decoding(bare):
         answer = answering(bare, settings, ends, pad)
         for batch in batches[accelerator.process_index :: accelerator.num_processes]:
             found += zip(batch, answer([ids[place] for place in batch]), strict=True)
@@ -586,7 +586,7 @@ def _score(
 
 
 @contextmanager
-def _adapter_folded(model: PreTrainedModel) -> Iterator[None]:
+def _merged_for_decoding(model: PreTrainedModel) -> Iterator[None]:
     """Fold an injected model's adapter into its weights for the block, if it can be: plain layers decode faster."""
     injected = is_injected(model)
     if injected:
@@ -619,13 +619,13 @@ def _merge_losses(
         data = next(iter(task.held_out.values()))
         found = {
             "live": task.mean_loss(live, data),
-            into: task.mean_loss(_merged(run_dir / "merged", task.auto_class, device), data),
-            other: task.mean_loss(_merged(scratch / other, task.auto_class, device), data),
+            into: task.mean_loss(_load_merged(run_dir / "merged", task.auto_class, device), data),
+            other: task.mean_loss(_load_merged(scratch / other, task.auto_class, device), data),
         }
     return {name: found[name] for name in ("live", "dequantised", "original")}
 
 
-def _merged(directory: Path, auto_class: str, device: torch.device) -> nn.Module:
+def _load_merged(directory: Path, auto_class: str, device: torch.device) -> nn.Module:
     dtype = load_config(str(directory)).dtype
     stored = dtype if isinstance(dtype, torch.dtype) else torch.float32
     model, _ = load_base(str(directory), auto_class, dtype=stored)

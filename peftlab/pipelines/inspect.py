@@ -89,12 +89,12 @@ def inspect_model(
     settings, reference = make_config(method, **(fields or {})), str(reference)
     place = locate(find_model(reference).base)
     if batch is not None:  # which takes the class itself, with its forward
-        return _with_cost(_empty(reference, place, auto_class, head), settings, *batch)
-    plain = _plain(place) if isinstance(place, Path) and auto_class in (None, "AutoModelForCausalLM") else None
+        return _with_cost(_empty_model(reference, place, auto_class, head), settings, *batch)
+    plain = _plain_model(place) if isinstance(place, Path) and auto_class in (None, "AutoModelForCausalLM") else None
     if plain is not None:
         with suppress(PeftlabError):  # what does not fit is told by the names of the class itself
-            return _counted(plain, settings)
-    return _counted(_empty(reference, place, auto_class, head), settings)
+            return _count_trainable(plain, settings)
+    return _count_trainable(_empty_model(reference, place, auto_class, head), settings)
 
 
 def inspection_table(found: Inspection) -> Table:
@@ -126,7 +126,7 @@ def inspection_table(found: Inspection) -> Table:
     return table
 
 
-def _plain(place: Path) -> nn.Module | None:
+def _plain_model(place: Path) -> nn.Module | None:
     """Return the empty model of a directory whose configuration alone describes it."""
     try:
         config = read_object(place / "config.json")
@@ -140,11 +140,11 @@ def _plain(place: Path) -> nn.Module | None:
 def _with_cost(model: PreTrainedModel, settings: MethodConfig, batch_size: int, length: int) -> Inspection:
     from peftlab.models.costs import count_step
 
-    found = _counted(model, settings)
+    found = _count_trainable(model, settings)
     return replace(found, cost=count_step(model, batch_size, length))
 
 
-def _empty(reference: str, place: Path | str, auto_class: str | None, head: Attributes | None) -> PreTrainedModel:
+def _empty_model(reference: str, place: Path | str, auto_class: str | None, head: Attributes | None) -> PreTrainedModel:
     import transformers
 
     config = load_config(reference)
@@ -154,15 +154,15 @@ def _empty(reference: str, place: Path | str, auto_class: str | None, head: Attr
     return empty_model(name if known else "AutoModel", config, place if isinstance(place, Path) else None)
 
 
-def _counted(model: nn.Module, settings: MethodConfig) -> Inspection:
+def _count_trainable(model: nn.Module, settings: MethodConfig) -> Inspection:
     head = task_head(model)
     with NoValues():
         inject(model, settings)
     injection, row = injection_of(model), QUERY_VALUE.get(model_type(model), ())
     default = [getattr(settings, name, "") for name in ("target_modules", "target_parameters")] == [None, None]
     in_table = any(has_suffix(name, target) for target in row for name in injection.replaced)
-    patterns = Counter(_pattern(module) for module in injection.replaced)
-    in_place = Counter(_pattern(parameter) for parameter in injection.originals)
+    patterns = Counter(_module_pattern(module) for module in injection.replaced)
+    in_place = Counter(_module_pattern(parameter) for parameter in injection.originals)
     maps: dict[str, KnownModel] = {n: m for n, m in model.named_modules() if isinstance(m, (nn.Linear, *conv1d()))}
     linear = {name: module.weight.numel() for name, module in maps.items()}
     covered = sum(size for n, size in linear.items() if n in set(injection.replaced))
@@ -181,5 +181,5 @@ def _counted(model: nn.Module, settings: MethodConfig) -> Inspection:
     )
 
 
-def _pattern(name: str) -> str:
+def _module_pattern(name: str) -> str:
     return re.sub(r"(?<=\.)\d+(?=\.)", "*", name)

@@ -44,7 +44,7 @@ class Combining:
 
 
 @dataclass(frozen=True)
-class Merged:
+class MergeResult:
     """The result of a merge.
 
     Attributes:
@@ -64,7 +64,7 @@ def run_merge(
     *,
     verify: bool | None = None,
     device: str = "auto",
-) -> Merged:
+) -> MergeResult:
     """Merge adapters on disk into ``base`` and compare merged with unmerged.
 
     The inputs compared on are the run's own evaluation examples where a recipe is beside the adapter, else four
@@ -80,7 +80,7 @@ def run_merge(
         device: where they run to be compared, as for ``peftlab.run``; merging itself computes on the CPU.
     """
     place, options, combining = resolve_device(device), options or MergeOptions(), combining or Combining()
-    weighted = [_weighted(str(each)) for each in ([adapters] if isinstance(adapters, str | Path) else adapters)]
+    weighted = [_split_weight(str(each)) for each in ([adapters] if isinstance(adapters, str | Path) else adapters)]
     weighted = [(local_copy(place), weight) for place, weight in weighted]
     adapter: Path | Adapter = Path(weighted[0][0])
     if len(weighted) > 1 or weighted[0][1] is not None:
@@ -91,22 +91,22 @@ def run_merge(
     if recipe is not None and options.recipe is None:
         options = replace(options, recipe=read_text(recipe))
     report = merge_checkpoint(adapter, base, out, options)
-    if not (verify if verify is not None else recipe is not None and _comparable(report, options)):
-        return Merged(report, None)
+    if not (verify if verify is not None else recipe is not None and _can_compare(report, options)):
+        return MergeResult(report, None)
     from peftlab.checkpoints.merge.verify import verify_merge
 
-    inputs = _inputs(recipe, report.base)
+    inputs = _comparison_inputs(recipe, report.base)
     check = verify_merge(adapter, report.base, out, inputs, lora_alpha=options.lora_alpha, device=place)
-    return Merged(report, check)
+    return MergeResult(report, check)
 
 
-def _comparable(report: MergeReport, options: MergeOptions) -> bool:
+def _can_compare(report: MergeReport, options: MergeOptions) -> bool:
     """Return whether the merged model can run here: packages that only some models need may be absent."""
     needs = {"bitsandbytes": report.into is not None, "compressed_tensors": options.dtype == torch.float8_e4m3fn}
     return all(find_spec(name) is not None for name, needed in needs.items() if needed)
 
 
-def _weighted(text: str) -> tuple[str, float | None]:
+def _split_weight(text: str) -> tuple[str, float | None]:
     """Return the directory and the weight that ``DIR`` or ``DIR:WEIGHT`` names; a directory may contain colons."""
     place, colon, weight = text.rpartition(":")
     if not colon or (is_url(text) and "/" in weight) or Path(text).exists():
@@ -127,7 +127,7 @@ def _recipe_near(adapter: Path) -> Path | None:
     return next((place / "recipe.yaml" for place in places if (place / "recipe.yaml").exists()), None)
 
 
-def _inputs(recipe: Path | None, base: str) -> list[dict[str, Tensor]]:
+def _comparison_inputs(recipe: Path | None, base: str) -> list[dict[str, Tensor]]:
     from peftlab.checkpoints.merge.verify import EXAMPLES
     from peftlab.models.pretrained import load_tokenizer
     from peftlab.recipe.load import load_recipe

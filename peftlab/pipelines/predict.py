@@ -63,7 +63,7 @@ def predict_file(
     table = read_lines(sys.stdin, "stdin") if source == STREAM else read_table(Path(source))
     if len(table) == 0:
         raise PeftlabError(f"{table.path}: no rows")
-    _refuse_taken(table, ["prediction"])  # a file that was labelled before
+    _refuse_output_columns(table, ["prediction"])  # a file that was labelled before
     # What is wrong with the files is said before anything heavy is imported.
     from peftlab.hardware import resolve_device
     from peftlab.pipelines.evaluate import find_trained
@@ -75,12 +75,12 @@ def predict_file(
     names = tuple(text or texts or trained.recipe.data.text or find_task(trained.recipe.task).text)
     rows = answers.read(table, names, trained.recipe.data)
     found = predict(reference, rows, recipe_name, overrides, device=device, on_rows=on_rows)  # type: ignore[arg-type]
-    _refuse_taken(table, found.columns())
+    _refuse_output_columns(table, found.columns())
     write({**dict(table.columns.items()), **found.columns()})
     return found
 
 
-def _refuse_taken(table: Table, names: Iterable[str]) -> None:
+def _refuse_output_columns(table: Table, names: Iterable[str]) -> None:
     taken = [name for name in names if name in table.columns]
     if taken:
         raise PeftlabError(f"{table.path}: has a column {taken[0]!r} already, which would be overwritten")

@@ -97,15 +97,15 @@ def deep_check(recipe: Recipe) -> DeepCheck:
         raise PeftlabError(f"--deep: a recipe of kind {recipe.kind} has no labels or targets to check; others have")
     data = {(each.task, repr(each.data)): each for each in runs}
     methods = {(each.task, repr(each.method)): each for each in runs}
-    read = {key: _read(each) for key, each in data.items()}
-    found = {key: _inspected(each, read[each.task, repr(each.data)]) for key, each in methods.items()}
-    needed = sum(_bytes(each, found[each.task, repr(each.method)]) for each in runs)
+    read = {key: _read_data(each) for key, each in data.items()}
+    found = {key: _inspect_method(each, read[each.task, repr(each.data)]) for key, each in methods.items()}
+    needed = sum(_needed_bytes(each, found[each.task, repr(each.method)]) for each in runs)
     checked = DeepCheck(
         data=list(read.values()),
         methods=[CheckedMethod(each.task, each.method.name, found[key]) for key, each in methods.items()],
         directory=recipe.output_dir,
         needed_bytes=needed,
-        free_bytes=_free(recipe.output_dir),
+        free_bytes=_free_bytes(recipe.output_dir),
     )
     if needed > checked.free_bytes:
         raise PeftlabError(f"output_dir: {_space_line(checked)}")
@@ -118,7 +118,7 @@ def deep_lines(checked: DeepCheck) -> list[str]:
     return [*lines, *(_target_line(each) for each in checked.methods), _space_line(checked)]
 
 
-def _read(recipe: FinetuneRecipe) -> CheckedData:
+def _read_data(recipe: FinetuneRecipe) -> CheckedData:
     task = find_task(recipe.task)
     columns = columns_read(task, recipe.data)
     if not task.labelled:
@@ -135,7 +135,7 @@ def _read(recipe: FinetuneRecipe) -> CheckedData:
     )
 
 
-def _inspected(recipe: FinetuneRecipe, data: CheckedData) -> Inspection:
+def _inspect_method(recipe: FinetuneRecipe, data: CheckedData) -> Inspection:
     """Return what the method trains in the model with the head that the data's classes need."""
     task, method = find_task(recipe.task), injected_method(recipe.method, recipe.train)
     fields = method.model_dump(exclude={"name"})
@@ -145,7 +145,7 @@ def _inspected(recipe: FinetuneRecipe, data: CheckedData) -> Inspection:
     return inspect_model(recipe.model, method.name, fields, answers.auto_class, head=answers.head())
 
 
-def _free(directory: str) -> int:
+def _free_bytes(directory: str) -> int:
     """Return the bytes that are free where a directory is or would be made."""
     own = (local_place(directory, "runs") if is_url(directory) else Path(directory)).absolute()
     place = next(p for p in (own, *own.parents) if os.path.isdir(p))
@@ -172,7 +172,7 @@ def _space_line(checked: DeepCheck) -> str:
     return f"checkpoints and models need {needed} in {checked.directory}; {free} are free"
 
 
-def _bytes(recipe: FinetuneRecipe, found: Inspection) -> int:
+def _needed_bytes(recipe: FinetuneRecipe, found: Inspection) -> int:
     """Return the bytes of a run: checkpoints kept, the best and one being written; adapter; merged model."""
     checkpoints = recipe.train.keep_checkpoints + 2
     trained = found.trainable * _FLOAT * (checkpoints * (1 + _MOMENTS) + 1)
@@ -192,14 +192,14 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Shown:
+class ShownSequence:
     """A sequence of tokens: a title, and the sequence in parts."""
 
     title: str
     parts: list[Part]
 
 
-def show_examples(recipe: Recipe, count: int) -> list[Shown]:
+def show_examples(recipe: Recipe, count: int) -> list[ShownSequence]:
     """Return the sequences of the first ``count`` training examples; a label is a trained part after the text.
 
     Args:
@@ -216,11 +216,11 @@ def show_examples(recipe: Recipe, count: int) -> list[Shown]:
         answers, rows = _labelled(recipe, tokenizer, count, evaluated=False)
         labels = rows["label"] if "label" in rows.column_names else [None] * len(rows)
         return [
-            Shown(f"example {number}", [Part(*part) for part in answers.shown(row, label, tokenizer)])
+            ShownSequence(f"example {number}", [Part(*part) for part in answers.shown(row, label, tokenizer)])
             for number, (row, label) in enumerate(zip(rows, labels, strict=True), start=1)
         ]
     return [
-        Shown(", ".join(filter(None, (f"example {number}", title))), _parts(tokens, tokenizer))
+        ShownSequence(", ".join(filter(None, (f"example {number}", title))), _parts(tokens, tokenizer))
         for number, sequences in enumerate(_language(recipe, tokenizer, count, evaluated=False), start=1)
         for title, tokens in sequences
     ]

@@ -214,7 +214,7 @@ def missing_cells(cells: Sequence[Cell], *, overwrite: bool) -> list[Cell]:
         PeftlabError: without ``overwrite``, there are such cells; they are named with what differs. With it, one
             of them contains something that we did not write.
     """
-    changed = {cell.directory: reason for cell in cells if (reason := _difference(cell))}
+    changed = {cell.directory: reason for cell in cells if (reason := _recipe_difference(cell))}
     if changed and not overwrite:
         lines = [f"{directory} was run by another recipe: {reason}" for directory, reason in changed.items()]
         more = f"\nand {len(lines) - 5} more cells" if len(lines) > 5 else ""
@@ -227,7 +227,7 @@ def missing_cells(cells: Sequence[Cell], *, overwrite: bool) -> list[Cell]:
     return [cell for cell in cells if not is_complete(cell)]
 
 
-def _difference(cell: Cell) -> str:
+def _recipe_difference(cell: Cell) -> str:
     """Return the keys that differ from the recipe that a cell was run by; empty if none does or it was not run."""
     file = cell.directory / "recipe.yaml"
     if not file.exists():
@@ -236,14 +236,14 @@ def _difference(cell: Cell) -> str:
         before = load_recipe(file)
     except PeftlabError as error:
         return str(error).splitlines()[0]
-    here, there = (dict(flatten(_settings(recipe))) for recipe in (cell.recipe, before))
+    here, there = (dict(flatten(_settings_without_place(recipe))) for recipe in (cell.recipe, before))
     if here.get(_MODEL_ID) is None:  # the id that the endpoint gave is in the run's recipe, not in the table's
         here[_MODEL_ID] = there.get(_MODEL_ID)
     differ = [key for key in {**there, **here} if here.get(key) != there.get(key)]
     return ", ".join(f"{key} {there.get(key)}, now {here.get(key)}" for key in differ)
 
 
-def _settings(recipe: Recipe) -> dict[str, Json]:
+def _settings_without_place(recipe: Recipe) -> dict[str, Json]:
     """Return a recipe's values without its place on disk: a table may be moved."""
     values = recipe.model_dump(mode="json")
     values.pop("output_dir")
@@ -345,7 +345,7 @@ def run_cells(cells: Sequence[Cell], table: Path, engine: Engine, done: Callable
     with _stop_signals() as received:
         ended: list[tuple[Cell, str]] = []
         while ended or engine.running() or (waiting and not received):
-            _start(waiting, engine, received)
+            _start_ready_cells(waiting, engine, received)
             for cell, reason in ended:  # after others have taken their places: ``done`` may write files
                 if reason and not received:
                     failed[cell] = reason
@@ -360,7 +360,7 @@ def run_cells(cells: Sequence[Cell], table: Path, engine: Engine, done: Callable
     return failed
 
 
-def _start(waiting: list[Cell], engine: Engine, received: Sequence[int]) -> None:
+def _start_ready_cells(waiting: list[Cell], engine: Engine, received: Sequence[int]) -> None:
     """Start those of ``waiting`` that the engine has room for and that start from no unfinished cell."""
     if received or not engine.free():
         return

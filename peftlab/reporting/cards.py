@@ -22,7 +22,7 @@ _CLASSES = 50  # rows of the table of classes
 
 @dataclass(frozen=True)
 class CardInfo:
-    """What both cards are made of.
+    """The contents of a run that both cards are made of.
 
     Attributes:
         name: the model's name or directory, used as title and in the loading code.
@@ -144,7 +144,7 @@ def _eval_results(info: CardInfo) -> list[EvalResult]:
 
 
 def _scores(info: CardInfo) -> dict[str, float]:
-    """The deciding score first, then the other metrics."""
+    """Return the metrics by name, the deciding one first."""
     named = {info.metric: info.results["score"]} | dict(facts.flatten(info.results.get("metrics") or {}))
     return {key: number for key, value in named.items() if (number := facts.real(value)) is not None}
 
@@ -163,7 +163,7 @@ def _results_table(info: CardInfo) -> str:
 
 
 def _base_code(reference: str) -> tuple[list[str], str]:
-    """Imports and expression for the base model as transformers wants it."""
+    """Return the import lines and the expression that load the base model with transformers."""
     if reference.startswith("package:"):
         return ["from peftlab.references import locate"], f"locate({json.dumps(reference)})"
     return [], json.dumps(reference)

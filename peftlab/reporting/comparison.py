@@ -94,7 +94,7 @@ def report(runs: str | Path | Sequence[str | Path], out: str | Path, form: str =
 
 @dataclass(frozen=True)
 class ComparedRun:
-    """A run.
+    """One of the runs that are compared.
 
     Attributes:
         name: the end of its path that tells it from the others. directory: its path.
@@ -109,7 +109,7 @@ class ComparedRun:
 
 @dataclass(frozen=True)
 class Figure:
-    """A number of every run.
+    """A quantity with its value in every run.
 
     Attributes:
         values: in the order of the runs; None where a run has none.
@@ -333,7 +333,7 @@ def _settings(found: Comparison) -> list[Cells]:
 
 
 def _plots(found: Comparison) -> list[Plot]:
-    """Each curve of all runs in one plot: losses, the metrics of each split, the learning rate."""
+    """Return a plot for each curve, with all runs in it: losses, the metrics of each split, the learning rate."""
     histories = {run.name: read_history(Path(run.directory) / "metrics.jsonl") for run in found.runs}
     places = dict.fromkeys(place for history in histories.values() for place in history.evaluation)
 

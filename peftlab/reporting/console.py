@@ -51,6 +51,10 @@ def fold_name(name: str, width: int) -> list[str]:
 
     Lines after the first leave room for an indent of 2. A piece longer than a line is not broken. Joined, the
     lines are the name again.
+
+    Args:
+        name: a tensor name, path or hub id.
+        width: characters of a line at most.
     """
     lines = [""]
     for piece in _PIECES.findall(name):
@@ -96,16 +100,16 @@ def class_tables(results: facts.Results) -> list[Table]:
     """Return the scores by class and, for a few classes, the confusion matrix."""
     tables = []
     if header_and_rows := facts.class_score_rows(results, _CLASSES):
-        tables.append(_cells("by class", header_and_rows))
+        tables.append(_table_of_cells("by class", header_and_rows))
     if (matrix := facts.confusion(results, _CONFUSED)) is not None:
         header = ("label, predicted:", *matrix.names)
         rows = [(name, *map("{:,}".format, row)) for name, row in zip(matrix.names, matrix.counts, strict=True)]
-        tables.append(_cells("confusion", [header, *rows]))
+        tables.append(_table_of_cells("confusion", [header, *rows]))
     return tables
 
 
-def _cells(title: str, rows: list[tuple[str, ...]]) -> Table:
-    """A table of a header and rows: a name, then numbers."""
+def _table_of_cells(title: str, rows: list[tuple[str, ...]]) -> Table:
+    """Return a table whose rows are a name and then numbers; the first row is the header."""
     table = plain_table(title=title)
     for i, column in enumerate(rows[0]):
         table.add_column(Text(column), justify="right" if i else "left", overflow="fold")
@@ -115,7 +119,12 @@ def _cells(title: str, rows: list[tuple[str, ...]]) -> Table:
 
 
 def print_results(results: facts.Results, run_dir: str | Path) -> None:
-    """Print the table of results and, on lines that are never broken, a remark on the score and the run directory."""
+    """Print the table of results and, on lines that are never broken, a remark on the score and the run directory.
+
+    Args:
+        results: the contents of ``results.json``.
+        run_dir: the run's directory.
+    """
     console = Console()
     console.print(results_table(results))
     for table in class_tables(results):
@@ -127,13 +136,18 @@ def print_results(results: facts.Results, run_dir: str | Path) -> None:
 
 
 def trainable_line(trainable: int, total: int) -> str:
-    """Return peft's ``trainable params: 294,912 || all params: 124,940,546 || trainable%: 0.2360``."""
+    """Return peft's ``trainable params: 294,912 || all params: 124,940,546 || trainable%: 0.2360``.
+
+    Args:
+        trainable: number of trainable parameters.
+        total: number of all parameters.
+    """
     share = 100 * trainable / total if total else 0.0
     return f"trainable params: {trainable:,} || all params: {total:,} || trainable%: {share:.4f}"
 
 
 def merge_table(report: MergeReport) -> Table:
-    """Return what a merge did, one row for all tensors whose names differ only in the layer.
+    """Return a table of what a merge changed, one row for all tensors whose names differ only in the layer.
 
     ``n`` tensors; the mean of the change's norm over the weight's; the mean share of elements whose stored
     value changed; and the worst share of the change that rounding to the stored dtype left, in fp8 (``kept``) along the
@@ -160,7 +174,12 @@ def merge_table(report: MergeReport) -> Table:
 
 
 def score_lines(scores: Mapping[str, Mapping[str, float]], examples: Mapping[str, int]) -> list[str]:
-    """Return a line of metrics for each split, with the number of examples that they are computed on."""
+    """Return a line of metrics for each split, with the number of examples that they are computed on.
+
+    Args:
+        scores: metrics by split.
+        examples: number of examples by split.
+    """
     lines = []
     for name, metrics in scores.items():
         what = f"{name} ({examples[name]:,} examples)" if name in examples else name
@@ -228,7 +247,16 @@ def generation_line(
     acceptance: float | None,
     lossy: str | None = None,
 ) -> str:
-    """Return the line below a generated text: tokens, speed, with a drafter its acceptance, and a lossy rule's cost."""
+    """Return the line below a generated text: tokens, speed, with a drafter its acceptance, and a lossy rule's cost.
+
+    Args:
+        tokens: generated tokens.
+        seconds: that they took.
+        reason: why generation ended.
+        block_efficiency: tokens per target step; None without a drafter.
+        acceptance: accepted share of the drafted tokens; None where nothing was drafted.
+        lossy: what a lossy rule changed, in words; None where the output is exact.
+    """
     line = f"{tokens} tokens in {seconds:.2f} s, {tokens / seconds:.1f} tokens/s"
     if block_efficiency:
         share = "none drafted" if acceptance is None else f"{100 * acceptance:.0f} %"
@@ -241,18 +269,18 @@ def generation_line(
 
 
 def check_lines(found: AdapterCheck) -> list[str]:
-    """Return what an adapter is and what it would touch, by line."""
+    """Return the lines that describe an adapter and the modules that it changes."""
     settings = ", ".join(f"{key}={value}" for key, value in found.settings.items())
     lines = [f"{found.adapter}: {found.format} format; {settings}"]
     lines.append(f"base: {found.base} ({found.architecture})")
-    lines += _listed("matched", found.matched) + _listed("unmatched", found.unmatched)
+    lines += _module_lines("matched", found.matched) + _module_lines("unmatched", found.unmatched)
     lines += [f"note: {note}" for note in found.notes[:_NAMES]]
     rest = len(found.notes) - _NAMES
     return [*lines, f"and {rest} notes more, in the JSON"] if rest > 0 else lines
 
 
 def consumers_table(found: AdapterCheck) -> Table:
-    """Return which programs read an adapter as meant, and the version that says so."""
+    """Return a table of programs: whether each computes what was trained, and by which source."""
     table = plain_table(title="read as meant by")
     table.add_column("program", no_wrap=True)
     table.add_column("", no_wrap=True)
@@ -264,7 +292,7 @@ def consumers_table(found: AdapterCheck) -> Table:
 
 
 def conversion_lines(done: Conversion) -> list[str]:
-    """Return what a conversion wrote, by line."""
+    """Return the lines that describe what a conversion wrote."""
     lines = [f"{done.out}: for {done.engine}, rank {done.rank}, {done.modules} modules"]
     if done.added:
         lines.append(f"with factors of 0 for {len(done.added)} modules, which {done.engine} needs beside the others")
@@ -272,7 +300,7 @@ def conversion_lines(done: Conversion) -> list[str]:
 
 
 def extraction_table(done: Extraction) -> Table:
-    """Return what became of each module's difference."""
+    """Return a table of each module's rank, relative change and error."""
     table = plain_table(title=f"extracted from {done.architecture}")
     table.add_column("module")
     for name in ("rank", "delta/W", "error"):
@@ -286,7 +314,7 @@ def extraction_table(done: Extraction) -> Table:
 
 
 def extraction_lines(done: Extraction) -> list[str]:
-    """Return what an extraction wrote apart from the factors, by line."""
+    """Return the lines that describe what an extraction wrote besides the factors."""
     lines = [f"stored whole: {name}" for name in done.whole]
     if done.biases:
         lines.append(f"stored: {done.biases} biases")
@@ -295,7 +323,7 @@ def extraction_lines(done: Extraction) -> list[str]:
     return [*lines, f"{done.out}: {size}, error of all differences together {done.error:.2e}"]
 
 
-def _listed(what: str, names: Iterable[str]) -> list[str]:
+def _module_lines(what: str, names: Iterable[str]) -> list[str]:
     """Return the names of modules, those that differ only in the layer on one line."""
     groups = Counter(LAYER.sub("*", name) for name in names)
     lines = [f"{what}: {sum(groups.values())} modules"]

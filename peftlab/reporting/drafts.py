@@ -68,7 +68,7 @@ def plan_tables(plan: DraftPlan | MeasuredAdvice) -> list[TextTable]:
 
 
 def memory_table(memory: Sequence[CacheMemory]) -> TextTable:
-    """Return what the caches take in memory."""
+    """Return a table of the memory that the caches take."""
     rows = [
         (str(of.batch), f"{of.tokens:,}", _mebibytes(of.target), "-" if of.draft is None else _mebibytes(of.draft))
         for of in memory
@@ -119,7 +119,9 @@ def plan_facts(plan: DraftPlan | MeasuredAdvice, warnings: Sequence[str], alpha:
     """Return a plan in sentences, the verdict last.
 
     Args:
-        alpha: the acceptance asked about.
+        plan: the plan.
+        warnings: what its conditions make doubtful.
+        alpha: the acceptance that the user asked about.
     """
     warned = [f"warning: {w}" for w in warnings]
     if isinstance(plan, MeasuredAdvice):
@@ -192,7 +194,12 @@ def bench_tables(result: BenchmarkResult) -> list[TextTable]:
 
 
 def bench_facts(result: BenchmarkResult, warnings: Sequence[str]) -> list[str]:
-    """Return a benchmark in sentences, the verdict last."""
+    """Return a benchmark in sentences, the verdict last.
+
+    Args:
+        result: the benchmark.
+        warnings: what its conditions make doubtful.
+    """
     facts = [f"warning: {w}" for w in warnings]
     found = result.drafters[result.drafter]
     facts += [
@@ -228,7 +235,8 @@ def bench_page(
     """Return the page of a benchmark.
 
     Args:
-        result: the benchmark. warnings: for the list of sentences.
+        result: the benchmark.
+        warnings: for the list of sentences.
         about: what was measured, in lines below the title.
         example: an output with its drafted tokens.
     """
@@ -286,7 +294,13 @@ def _published_table(result: BenchmarkResult) -> TextTable:
 
 
 def window_line(number: int, first: int, window: WindowResult) -> str:
-    """Return a window in a line. ``first``: number of its first request."""
+    """Return the acceptance of one window of requests as a line.
+
+    Args:
+        number: the window's number, from 1.
+        first: number of its first request.
+        window: its results.
+    """
     learnt = f"learnt from {window.learnt_tokens} tokens" if window.learnt_tokens else "no update"
     return (
         f"window {number}, requests {first} to {first + window.requests - 1}: acceptance "
@@ -392,7 +406,7 @@ def theory_tables(theory: Theory) -> list[TextTable]:
 
 
 def theory_facts() -> list[str]:
-    """Return what the tables mean, in sentences."""
+    """Return sentences that explain the tables."""
     return [
         "c is the time of a draft step by that of a target step. Verifying several tokens is taken to cost what one "
         "does, and each token to be accepted with the same alpha; draft plan --target measures c and verification",
@@ -406,7 +420,7 @@ def theory_facts() -> list[str]:
 
 @dataclass(frozen=True)
 class PublishedSpeed:
-    """What a paper measured, with targets and machines of its own.
+    """A speed that a paper measured, with targets and machines of its own.
 
     Attributes:
         system: that drafts. benchmark: its prompts. tau: tokens per target step. source: the paper.
@@ -456,7 +470,12 @@ def published_theory() -> PublishedTheory:
 
 
 def show(tables: Sequence[TextTable], facts: Sequence[str]) -> None:
-    """Print tables and sentences to the terminal."""
+    """Print tables and sentences to the terminal.
+
+    Args:
+        tables: in the order shown.
+        facts: sentences, shown below the tables.
+    """
     console = Console()
     for title, header, rows in tables:
         table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
@@ -474,8 +493,9 @@ def page(title: str, tables: Sequence[TextTable], facts: Sequence[str], plots: S
 
     Args:
         title: the heading.
-        tables, plots: in the order shown.
+        tables: in the order shown.
         facts: sentences; the last, the verdict, comes below the heading.
+        plots: in the order shown.
     """
     context = {"title": title, "about": facts[-1:], "notes": facts[:-1], "tables": tables, "plots": plots}
     return render("draft.html.j2", context | {"speed": None, "categories": [], "example": None, "last": []})

@@ -48,7 +48,12 @@ def real(value: object) -> float | None:
 
 
 def required(results: Results, key: str) -> float:
-    """Return the number of a key; ``PeftlabError`` where there is none."""
+    """Return the number of a key; ``PeftlabError`` where there is none.
+
+    Args:
+        results: the contents of ``results.json``.
+        key: the number's key.
+    """
     value = real(results.get(key))
     if value is None:
         raise PeftlabError(f"results.json of {results.get('task')}: {key} is not a number")
@@ -145,7 +150,12 @@ def _reals(values: Mapping[str, object]) -> dict[str, float]:
 
 
 def flatten(value: object, prefix: str = "") -> Iterator[tuple[str, object]]:
-    """Yield ``(dotted key, leaf)`` of nested mappings; a list of plain values is one comma-joined leaf."""
+    """Yield ``(dotted key, leaf)`` of nested mappings; a list of plain values is one comma-joined leaf.
+
+    Args:
+        value: nested mappings, lists and plain values.
+        prefix: of the dotted keys.
+    """
     if isinstance(value, Mapping):
         for key, inner in value.items():
             yield from flatten(inner, f"{prefix}.{key}" if prefix else str(key))
@@ -226,7 +236,13 @@ def _first_split(results: Results) -> str:
 
 
 def score_name(metric: str, split: str, results: Results) -> str:
-    """Return what a metric is called: ``accuracy (validation)``, ``f1, mean over classes (validation)``."""
+    """Return a metric's name in words: ``accuracy (validation)``, ``f1, mean over classes (validation)``.
+
+    Args:
+        metric: the metric's key.
+        split: the split's name.
+        results: the contents of ``results.json``.
+    """
     classes = results.get("classes")
     name = label(metric)
     if metric == "f1" and isinstance(classes, Mapping) and len(classes) > 1:
@@ -320,7 +336,7 @@ _SHOWN = 20
 
 
 def data_lines(classes: Counts, left_out: Mapping[str, int], repeated: Mapping[str, int] | None = None) -> list[str]:
-    """Return what is printed about the data before training: counts, rows left out, warnings.
+    """Return the lines printed about the data before training: counts, rows left out, warnings.
 
     Args:
         classes: class name to its number of examples by split.
@@ -345,10 +361,15 @@ def data_lines(classes: Counts, left_out: Mapping[str, int], repeated: Mapping[s
 
 
 def class_rows(classes: Counts, most: int) -> list[tuple[str, ...]]:
-    """Return a header and a row for each of the first ``most`` classes: name and count by split."""
+    """Return a header and a row for each of the first ``most`` classes: name and count by split.
+
+    Args:
+        classes: class name to its number of examples by split.
+        most: how many classes are listed.
+    """
     splits = list(next(iter(classes.values()), {}))
     rows = [
-        (_plain(name), *(f"{counts.get(split, 0):,}" for split in splits))
+        (_one_line(name), *(f"{counts.get(split, 0):,}" for split in splits))
         for name, counts in list(classes.items())[:most]
     ]
     rest = len(classes) - most
@@ -358,7 +379,9 @@ def class_rows(classes: Counts, most: int) -> list[tuple[str, ...]]:
 
 def class_warnings(classes: Counts) -> list[str]:
     """Return warnings: classes with few training rows, and names that differ in case or spaces alone."""
-    few = [f"{_plain(name)} ({counts['train']})" for name, counts in classes.items() if counts.get("train", FEW) < FEW]
+    few = [
+        f"{_one_line(name)} ({counts['train']})" for name, counts in classes.items() if counts.get("train", FEW) < FEW
+    ]
     alike: dict[str, list[str]] = {}
     for name in classes:
         alike.setdefault("".join(unicodedata.normalize("NFKC", name).casefold().split()), []).append(repr(name))
@@ -376,12 +399,17 @@ def class_counts(results: Results) -> Counts:
 
 
 def class_score_rows(results: Results, most: int) -> list[tuple[str, ...]]:
-    """Return a header and precision, recall, F1 and support of each of the first ``most`` classes; else nothing."""
+    """Return a header and precision, recall, F1 and support of each of the first ``most`` classes; else nothing.
+
+    Args:
+        results: the contents of ``results.json``.
+        most: how many classes are listed.
+    """
     scores = results.get("by_class")
     if not isinstance(scores, Mapping):
         return []
     rows = [
-        (_plain(name), *(number(float(row[key])) for key in ("precision", "recall", "f1")), f"{row['support']:,}")
+        (_one_line(name), *(number(float(row[key])) for key in ("precision", "recall", "f1")), f"{row['support']:,}")
         for name, row in list(scores.items())[:most]
     ]
     rest = len(scores) - most
@@ -397,16 +425,26 @@ class Confusion:
     counts: list[list[int]]
 
     def share(self, row: int, column: int) -> float:
-        """Return the share of a label's examples that were predicted as a class."""
+        """Return the share of a label's examples that were predicted as a class.
+
+        Args:
+            row: place of the label's class.
+            column: place of the predicted class.
+        """
         return self.counts[row][column] / max(1, sum(self.counts[row]))
 
 
 def confusion(results: Results, most: int) -> Confusion | None:
-    """Return the confusion matrix; None where there is none, or of more classes than ``most``."""
+    """Return the confusion matrix; None where there is none, or of more classes than ``most``.
+
+    Args:
+        results: the contents of ``results.json``.
+        most: classes of a matrix at most.
+    """
     counts, scores = results.get("confusion"), results.get("by_class")
     if not isinstance(counts, list) or not isinstance(scores, Mapping) or len(counts) > most:
         return None
-    return Confusion([_plain(name) for name in scores], counts)
+    return Confusion([_one_line(name) for name in scores], counts)
 
 
 def baseline_remark(results: Results) -> str | None:
@@ -423,7 +461,7 @@ def _first_of(items: list[str]) -> str:
     return ", ".join(items[:_SHOWN]) + (f" and {rest:,} more" if rest > 0 else "")
 
 
-def _plain(name: str) -> str:
+def _one_line(name: str) -> str:
     """Return a class name on one line, shortened where it is long."""
     line = " ".join(name.split())
     return line if len(line) <= 40 else f"{line[:37]}..."

@@ -1,4 +1,4 @@
-"""Offline HTML pages made of the templates: no request leaves them and they need no script. First a run's report."""
+"""Renders a run's report, and other offline HTML pages, from templates: no page makes a request or needs a script."""
 
 from __future__ import annotations
 
@@ -95,6 +95,10 @@ def run_page(run_dir: Path) -> str:
 
 def render(template: str, context: Mapping[str, object]) -> str:
     """Return the page that a template of ``templates/`` makes of ``context``; the same input gives the same bytes.
+
+    Args:
+        template: the file's name.
+        context: the variables that it reads.
 
     Raises:
         PeftlabError: jinja2 is not installed.
@@ -245,7 +249,9 @@ def _generating(target: str, draft: str | None = None, *, chat: bool = False) ->
     """Return ``usage`` of a model that generates.
 
     Args:
-        target: the model. draft: of a draft run, its directory. chat: whether it was trained on conversations.
+        target: the model.
+        draft: of a draft run, its directory.
+        chat: whether it was trained on conversations.
     """
     command = ["peftlab", "generate", "--target", target, *(["--draft", draft] if draft else [])]
     arguments = [target, _PROMPT, *([draft] if draft else [])]

@@ -59,7 +59,7 @@ _FEWEST_BARS, _LABELLED_BARS = 5, 12
 
 @dataclass(slots=True)
 class Bucket:
-    """Consecutive points of a curve seen as one: their mean, and the range of y."""
+    """Consecutive points of a curve, drawn as one: their mean, and the range of y."""
 
     count: int
     x_sum: float
@@ -69,7 +69,16 @@ class Bucket:
     last: float
 
     def absorb(self, count: int, x_sum: float, y_sum: float, low: float, high: float, last: float) -> None:
-        """Take in the points of the bucket that follows, given by its fields."""
+        """Take in the points of the bucket that follows, given by its fields.
+
+        Args:
+            count: number of points.
+            x_sum: sum of their x.
+            y_sum: sum of their y.
+            low: least y.
+            high: greatest y.
+            last: x of the last point.
+        """
         self.count += count
         self.x_sum += x_sum
         self.y_sum += y_sum
@@ -93,7 +102,12 @@ class Curve:
         self.per_bucket = 1
 
     def add(self, x: float, y: float) -> None:
-        """Append the point (x, y)."""
+        """Append the point (x, y).
+
+        Args:
+            x: the step.
+            y: a finite value.
+        """
         buckets = self.buckets
         while buckets and buckets[-1].last >= x:
             buckets.pop()
@@ -152,10 +166,12 @@ class History:
         if not (isinstance(step, int | float) and isinstance(split, str) and isinstance(scores, dict)):
             return False
         if "eval" in row:
-            return all(self._add(self._of(split, metric), step, value) for metric, value in scores.items())
+            return all(
+                self._add(self._evaluation_curve(split, metric), step, value) for metric, value in scores.items()
+            )
         return all(self._add(curve, step, row.get(name)) for name, curve in self.train.items())
 
-    def _of(self, split: str, metric: str) -> Curve:
+    def _evaluation_curve(self, split: str, metric: str) -> Curve:
         return self.evaluation.setdefault((split, metric), Curve())
 
     def _add(self, curve: Curve, step: float, value: Json) -> bool:
@@ -225,7 +241,8 @@ def line_plot(
         lines: the curves; the n-th is drawn in the page's variable ``--series-n`` (they repeat after five), solid,
             dashed and dotted in turn.
         salt: a word unique in the page; keeps the ids of several drawings apart.
-        baseline: height of a dashed line, called ``baseline_name``.
+        baseline: height of a dashed line; None for none.
+        baseline_name: what the legend calls that line.
     """
     lines = [line for line in lines if line.curve.buckets]
     if not lines:

@@ -39,7 +39,12 @@ def decimals(metric: str) -> int:
 
 
 def shown(metric: str, value: float) -> str:
-    """Return a value of ``metric``, not yet multiplied, as a table shows it: 0.8725 is 87.2, a loss of 0.8725 0.873."""
+    """Return a value of ``metric``, not yet multiplied, as a table shows it: 0.8725 is 87.2, a loss of 0.8725 0.873.
+
+    Args:
+        metric: the metric's name.
+        value: its value, not yet multiplied.
+    """
     return f"{scale(metric) * value:.{decimals(metric)}f}"
 
 
@@ -78,7 +83,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class RunCost:
-    """What the runs of a row cost.
+    """The cost of a row's runs.
 
     Attributes:
         flops: mean over seeds, forward, backward and scoring of examples.
@@ -92,7 +97,7 @@ class RunCost:
 
 @dataclass(frozen=True)
 class Drafting:
-    """How a row's drafts decode at the end of their runs, over seeds.
+    """The speed at which a row's drafts decode at the end of their runs, over seeds.
 
     Attributes:
         block_efficiency: tokens per target step; None where nothing was drafted. speed_up: over plain decoding.
@@ -189,7 +194,7 @@ class PairedGain:
     runs: int
 
     def line(self) -> str:
-        """Return it in a sentence."""
+        """Return the gain and its interval in a sentence."""
         means = f", means of {self.runs} seeds" if self.runs > 1 else ""
         return (
             f"Acceptance of {self.name} minus that of {self.first}: {self.gain:+.3f} ({self.low:+.3f} to "
@@ -199,7 +204,7 @@ class PairedGain:
 
 @dataclass(frozen=True)
 class Ranking:
-    """The rows of one task against the best of them.
+    """The rows of one task, compared with the best of them.
 
     Attributes:
         best: the row with the best mean over seeds on the validation set; several where their means are equal.
@@ -225,7 +230,7 @@ class Ranking:
 
 @dataclass(frozen=True)
 class Table:
-    """Everything that is shown.
+    """The contents of a table, whichever form it is shown in.
 
     Attributes:
         models: row to the reference of its model, in order. seeds: how many there are to be in each entry.
@@ -299,7 +304,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Controls:
-    """What a table compares the costs of its rows with.
+    """The rows that a table compares the costs of its rows with.
 
     Attributes:
         reference: the row whose FLOPs are 1. of: row to the row of equal cost that it is compared with.
@@ -321,7 +326,9 @@ def summarise(
     """Return the table of finished runs, with the published rows that share a task with it.
 
     Args:
-        models, seeds, titles: as the attributes of ``Table``.
+        models: row to the reference of its model, in order.
+        seeds: how many there are to be in each entry.
+        titles: task to its name in a heading, in order.
         results: (task, row, contents of ``results.json``) of each finished run.
     """
     runs: dict[tuple[str, str], list[facts.Results]] = {}
@@ -405,7 +412,12 @@ def _average(scores: Sequence[float | None]) -> float | None:
 
 
 def rank(scores: Mapping[str, Sequence[float]], *, lower_is_better: bool) -> Ranking | None:
-    """Return the ranking of rows by their scores over seeds; None where there is no second row to compare with."""
+    """Return the ranking of rows by their scores over seeds; None where there is no second row to compare with.
+
+    Args:
+        scores: row to its scores, one for each seed.
+        lower_is_better: whether the metric is a loss or an error.
+    """
     means = {row: math.fsum(values) / len(values) for row, values in scores.items()}
     finite = [row for row, mean in means.items() if math.isfinite(mean)]
     if len(scores) < 2 or not finite:
@@ -425,6 +437,10 @@ def exceeds_spread(a: Sequence[float], b: Sequence[float]) -> bool | None:
     Welch's test: |mean a - mean b| > t * sqrt(var a / n + var b / m), with sample variances, and t the two-sided 95 %
     quantile of Student's distribution at Welch and Satterthwaite's degrees of freedom. None where a sample has fewer
     than two values, or values that are not finite.
+
+    Args:
+        a: scores of one row, one for each seed.
+        b: scores of the other.
     """
     if min(len(a), len(b)) < 2 or not all(map(math.isfinite, (*a, *b))):
         return None
@@ -447,7 +463,8 @@ def paired_gain(name: str, first: str, pairs: Sequence[tuple[facts.Results, fact
     """Return the gain of a draft over the first one; None where the texts are not all the same, or a single one.
 
     Args:
-        name, first: of the two drafts, in words.
+        name: the draft, in words.
+        first: the draft that it is compared with, in words.
         pairs: (run of the first, run of the other); of several seeds, those with the same one.
     """
     import numpy
@@ -472,28 +489,29 @@ def published_rows(models: Mapping[str, str], tasks: Collection[str]) -> Publish
     Args:
         models: the table's rows, name to the reference of the model. A published row belongs to the row of its own
             name if that has its model.
+        tasks: the table's tasks.
     """
     source = read_object(PUBLISHED)
     columns = [str(task) for task in member(source, "tasks", list, PUBLISHED)]
     rows = {
-        name: _row(values, columns, tasks)
+        name: _published_row(values, columns, tasks)
         for name, values in member(source, "rows", dict, PUBLISHED).items()
         if isinstance(values, dict)
     }
     rows = {name: row for name, row in rows.items() if row.scores}
     if not rows:
         return Published()
-    used = {row.model for row in rows.values() if any(_is(model, row.model) for model in models.values())}
+    used = {row.model for row in rows.values() if any(_names_model(model, row.model) for model in models.values())}
     notes = [f"Published rows: {source['source']}.", *map(str, member(source, "notes", list, PUBLISHED))]
     if not used:
         notes.append("They are of other models than this table's: a scale, not a comparison.")
         used = {"roberta-base"}
-    beside = {name: row for name, row in rows.items() if name in models and _is(models[name], row.model)}
+    beside = {name: row for name, row in rows.items() if name in models and _names_model(models[name], row.model)}
     others = tuple(row for name, row in rows.items() if row.model in used and name not in beside)
     return Published(beside, others, tuple(notes))
 
 
-def _row(values: dict[str, object], columns: list[str], tasks: Collection[str]) -> PublishedRow:
+def _published_row(values: dict[str, object], columns: list[str], tasks: Collection[str]) -> PublishedRow:
     def by_task(key: str) -> dict[str, float]:
         numbers = member(values, key, list, PUBLISHED) if key in values else []
         return {task: number for task, number in zip(columns, numbers, strict=False) if task in tasks}
@@ -502,5 +520,5 @@ def _row(values: dict[str, object], columns: list[str], tasks: Collection[str]) 
     return PublishedRow(model, title, parameters, by_task("scores"), by_task("deviations"))
 
 
-def _is(reference: str, model: str) -> bool:
+def _names_model(reference: str, model: str) -> bool:
     return model in reference.lower()

@@ -102,7 +102,13 @@ def _flops_share(entry: Entry | None, reference: Entry | None) -> str:
 
 
 def print_table(table: Table, console: Console | None = None, controls: Controls | None = None) -> None:
-    """Print the overview and each task's details, in 80 columns; with ``controls``, the rows by their costs, too."""
+    """Print the overview and each task's details, in 80 columns; with ``controls`` also the rows' costs.
+
+    Args:
+        table: what is shown.
+        console: where to print; None: standard output.
+        controls: what the rows' costs are compared with; None: costs are not shown.
+    """
     parts: list[ConsoleRenderable] = [_overview(table), *(_details(table, task) for task in table.titles)]
     parts += [] if controls is None else [_costs(table, task, controls) for task in table.titles]
     parts += [Text(note, style="dim") for note in [SPREAD, *_notes(table)]]
@@ -117,7 +123,7 @@ def _costs(table: Table, task: str, controls: Controls) -> Grid:
         named = heading == "control"  # names may wrap, numbers not
         grid.add_column(heading, justify="left" if named else "right", no_wrap=not named)
     for row, cells in _cost_rows(table, task, controls):
-        grid.add_row(_name(row), *(Text(cell, overflow="fold") for cell in cells))
+        grid.add_row(_row_name(row), *(Text(cell, overflow="fold") for cell in cells))
     return grid
 
 
@@ -147,7 +153,7 @@ def _overview(table: Table) -> Grid:
             entry = table.entries.get((task, row))
             text = "-" if entry is None else entry.best.text(entry.best.mean) if many else str(entry.best)
             scores.append(text + _BEST if row in best[task] else text)
-        add(_name(row), _row_parameters(table, row), [*scores, *_draft_cells(table, row)], table.average(row), "")
+        add(_row_name(row), _row_parameters(table, row), [*scores, *_draft_cells(table, row)], table.average(row), "")
         if row in table.published.beside:
             add_published(table.published.beside[row], _PUBLISHED_BELOW)
     if table.published.others:
@@ -172,10 +178,10 @@ def _details(table: Table, task: str) -> Grid:
         entry = table.entries.get((task, row))
         theirs = [beside[row].text(task) if row in beside else "-"] if beside else []
         if entry is None:
-            grid.add_row(_name(row), f"0/{table.seeds}", *["-"] * 6, *theirs)
+            grid.add_row(_row_name(row), f"0/{table.seeds}", *["-"] * 6, *theirs)
             continue
         grid.add_row(
-            _name(row),
+            _row_name(row),
             f"{len(entry.seeds)}/{table.seeds}",
             str(entry.best) + (_BEST if row in table.best(task) else ""),
             entry.best.text(entry.best.median),
@@ -190,7 +196,7 @@ def _details(table: Table, task: str) -> Grid:
     return grid
 
 
-def _name(row: str) -> Text:
+def _row_name(row: str) -> Text:
     return Text(row, overflow="fold")
 
 
@@ -221,6 +227,10 @@ def table_csv(table: Table, controls: Controls | None = None) -> str:
     ``against_best`` is ``best``, or whether the distance to the best row is ``within`` the seeds' spread or
     ``beyond`` it; empty where that cannot be told. With ``controls``, ``flops_share`` is the FLOPs as a share of the
     reference row's, and ``control`` names a row of equal cost.
+
+    Args:
+        table: what is written.
+        controls: what the rows' costs are compared with; None: no such columns.
     """
     others = list(dict.fromkeys(name for entry in table.entries.values() for name in entry.others))
     head = ["source", "task", "row", *_OURS, "against_best", *_PUBLISHED, *others, *_COSTS, *_COUNTED]
@@ -246,7 +256,7 @@ def table_csv(table: Table, controls: Controls | None = None) -> str:
                 "n": len(entry.seeds),
                 **spreads,
                 "against_best": _against_best(table, task, row),
-                **_theirs(table.published.beside.get(row), task),
+                **_published_values(table.published.beside.get(row), task),
                 **{name: _rounded(value) for name, value in entry.others.items()},
                 "lr": entry.lr,
                 "trainable_parameters": entry.trainable,
@@ -260,7 +270,9 @@ def table_csv(table: Table, controls: Controls | None = None) -> str:
         )
     for theirs in table.published.others:
         for task in [task for task in table.titles if task in theirs.scores]:
-            writer.writerow({"source": "published", "task": task, "row": theirs.title, **_theirs(theirs, task)})
+            writer.writerow(
+                {"source": "published", "task": task, "row": theirs.title, **_published_values(theirs, task)}
+            )
     return out.getvalue()
 
 
@@ -293,7 +305,7 @@ def _against_best(table: Table, task: str, row: str) -> str:
     return next((name for name, rows in groups.items() if row in rows), "")
 
 
-def _theirs(row: PublishedRow | None, task: str) -> dict[str, float | str | None]:
+def _published_values(row: PublishedRow | None, task: str) -> dict[str, float | str | None]:
     if row is None:
         return {}
     return dict(zip(_PUBLISHED, (row.scores.get(task), row.deviations.get(task), row.parameters), strict=True))
@@ -373,7 +385,9 @@ def table_page(table: Table, failed: Sequence[str] = (), controls: Controls | No
     """Return the page; it needs no script, no image and no request.
 
     Args:
-        failed: a line for each cell that failed. controls: what the rows' costs are compared with; None: not shown.
+        table: what is shown.
+        failed: a line for each cell that failed.
+        controls: what the rows' costs are compared with; None: not shown.
 
     Raises:
         PeftlabError: jinja2 is not installed (the ``report`` extra).
@@ -421,7 +435,7 @@ def _published(table: Table, row: PublishedRow, name: str) -> dict[str, object]:
 
 
 def _figure(table: Table, task: str, controls: Controls | None) -> dict[str, object] | None:
-    """One task's plot and numbers; None while no run of it has finished."""
+    """Return one task's plot and numbers; None while no run of it has finished."""
     entries = {row: table.entries[task, row] for row in table.rows if (task, row) in table.entries}
     if not entries:
         return None
@@ -449,7 +463,7 @@ def _figure(table: Table, task: str, controls: Controls | None) -> dict[str, obj
             }
         )
     others = list(dict.fromkeys(name for entry in entries.values() for name in entry.others))
-    numbers = [_numbers(row, entry, table.seeds, others) for row, entry in entries.items()]
+    numbers = [_row_numbers(row, entry, table.seeds, others) for row, entry in entries.items()]
     return {
         "title": table.titles[task],
         "metric": (facts.label(metric) if metric != table.titles[task] else "")
@@ -466,7 +480,7 @@ def _figure(table: Table, task: str, controls: Controls | None) -> dict[str, obj
     }
 
 
-def _numbers(row: str, entry: Entry, seeds: int, others: list[str]) -> dict[str, object]:
+def _row_numbers(row: str, entry: Entry, seeds: int, others: list[str]) -> dict[str, object]:
     megabytes = entry.gpu if entry.gpu is not None else entry.memory
     return {
         "name": row,
@@ -475,7 +489,7 @@ def _numbers(row: str, entry: Entry, seeds: int, others: list[str]) -> dict[str,
             str(entry.best),
             entry.best.text(entry.best.median),
             str(entry.last),
-            *(_other(entry, name) for name in others),
+            *(_other_score(entry, name) for name in others),
             f"{entry.trainable:,}",
             facts.duration(entry.seconds),
             f"{megabytes:,.0f} MB{' GPU' if entry.gpu is not None else ''}",
@@ -483,7 +497,7 @@ def _numbers(row: str, entry: Entry, seeds: int, others: list[str]) -> dict[str,
     }
 
 
-def _other(entry: Entry, name: str) -> str:
+def _other_score(entry: Entry, name: str) -> str:
     return f"{entry.others[name]:.{decimals(name)}f}" if name in entry.others else "-"
 
 

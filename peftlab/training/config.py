@@ -32,7 +32,7 @@ class TrainedLayers(Section):
     every: int | None = Field(default=None, ge=1, description="With active: steps of a period; null: 20.")
 
     @model_validator(mode="after")
-    def _says_something(self) -> TrainedLayers:
+    def _check_selection(self) -> TrainedLayers:
         if self.from_ is None and self.active is None:
             raise ValueError("give from, active, or both")
         if self.active is None and self.every is not None:
@@ -69,7 +69,7 @@ class SampledExamples(Section):
     )
 
     @model_validator(mode="after")
-    def _in_rounds(self) -> SampledExamples:
+    def _check_rounds(self) -> SampledExamples:
         if not self.by_score and self.rounds is not None:
             raise ValueError(f"rounds: {self.by} draws in every epoch and has no rounds; remove it")
         if self.by != "least_confidence" and self.scorer is not None:
@@ -121,7 +121,7 @@ class EmulatedHardware(Section):
     tile: int | None = Field(default=None, ge=1, description="bfp: neighbours that share an exponent; null: 24.")
 
     @model_validator(mode="after")
-    def _computable(self) -> EmulatedHardware:
+    def _check_formats(self) -> EmulatedHardware:
         widths = {name: getattr(self, name) for name in ("weights", "stored", "activations", "gradients")}
         if self.prune is None and not any(widths.values()):
             raise ValueError("give bits of weights, stored, activations or gradients, or prune")
@@ -227,19 +227,19 @@ class TrainConfig(Section):
     seed: Seed = Field(default=0, description="Seed of initialisation, data order and dropout.")
 
     @model_validator(mode="after")
-    def _longest_fits(self) -> TrainConfig:
+    def _check_max_tokens(self) -> TrainConfig:
         if self.max_tokens is not None and self.max_tokens < self.max_length:
             raise ValueError(f"max_tokens {self.max_tokens} does not fit one example of max_length {self.max_length}")
         return self
 
     @model_validator(mode="after")
-    def _one_graph(self) -> TrainConfig:
+    def _check_compile(self) -> TrainConfig:
         if self.compile and self.layers is not None and self.layers.active is not None:
             raise ValueError("compile makes one graph, and with layers.active every draw is another; set one of them")
         return self
 
     @model_validator(mode="after")
-    def _emulated_in_fp32(self) -> TrainConfig:
+    def _check_emulation(self) -> TrainConfig:
         if self.emulate is not None and (self.compile or self.precision != "fp32"):
             key = "compile" if self.compile else f"precision {self.precision}"
             raise ValueError(f"emulate computes few bits in fp32, step by step; remove {key}")

@@ -34,7 +34,7 @@ from peftlab.methods.targets import layer_index
 from peftlab.models.architectures import conv1d, inside, task_head
 from peftlab.tasks.batches import seeded_order
 from peftlab.training.config import EmulatedHardware, TrainConfig
-from peftlab.training.order import DRAWN, make_plan, share_of
+from peftlab.training.order import DRAWN, make_plan, scaled_count
 from peftlab.untyped import AutogradContext
 
 _LAYER_DRAWS = 3  # sets these draws apart from those of the examples' order
@@ -103,7 +103,7 @@ class Selection:
         assert sample is not None
         self._lengths, self._settings, self._capacity = list(lengths), settings, capacity
         self._drawn_first = sample.scorer is None
-        kept, rounds = share_of(len(lengths), sample.keep), sample.total_rounds
+        kept, rounds = scaled_count(len(lengths), sample.keep), sample.total_rounds
         self.sizes = [kept * (r + 1) // rounds for r in range(rounds)]
         self.ends = [math.ceil(total * (r + 1) * (r + 2) / (rounds * (rounds + 1))) for r in range(rounds)]
         for what, counts in (("examples", self.sizes), ("steps", self.ends)):
@@ -317,10 +317,10 @@ def coarse_gradient(grad: Tensor, hardware: EmulatedHardware) -> Tensor:
     if hardware.gradients is None:
         return grad
     noise = torch.rand_like(grad) if hardware.rounding == "stochastic" else NEAREST
-    return _rounded(grad, hardware.gradients, hardware, noise)
+    return _round_to_format(grad, hardware.gradients, hardware, noise)
 
 
-def _rounded(values: Tensor, bits: int, hardware: EmulatedHardware, noise: Noise = NEAREST) -> Tensor:
+def _round_to_format(values: Tensor, bits: int, hardware: EmulatedHardware, noise: Noise = NEAREST) -> Tensor:
     if hardware.format == "bfp":
         return block_floating(values, bits, hardware.neighbours, noise)
     return dorefa(values, bits, noise)
@@ -345,11 +345,11 @@ class Emulation:
     @contextmanager
     def computing(self) -> Iterator[None]:
         """Let the layers compute in the hardware's number formats within the block: a forward pass and its backward."""
-        hooks = [layer.register_forward_pre_hook(self._inputs) for layer in self.layers]
-        hooks += [layer.register_forward_hook(self._outputs) for layer in self.layers]
+        hooks = [layer.register_forward_pre_hook(self._quantise_inputs) for layer in self.layers]
+        hooks += [layer.register_forward_hook(self._quantise_gradient) for layer in self.layers]
         stored = [p.data for p in self._matrices]
         for parameter in self._matrices:
-            parameter.data = self._copy(parameter)
+            parameter.data = self._quantised_copy(parameter)
         try:
             yield
         finally:
@@ -363,27 +363,31 @@ class Emulation:
         """Round the trained weights to the bits of the stored copy, after a step has changed them."""
         if self._hardware.stored is not None:
             for parameter in self._trained.values():
-                parameter.copy_(_rounded(parameter, self._hardware.stored, self._hardware))
+                parameter.copy_(_round_to_format(parameter, self._hardware.stored, self._hardware))
 
     @torch.no_grad()
-    def _copy(self, parameter: nn.Parameter) -> Tensor:
+    def _quantised_copy(self, parameter: nn.Parameter) -> Tensor:
         bits, format_ = self._hardware.weights, self._hardware.format
         if bits is None:
             return parameter.data
         if id(parameter) in self._frozen_copies:
             return self._frozen_copies[id(parameter)]
-        copy = dorefa_weights(parameter, bits) if format_ == "dorefa" else _rounded(parameter, bits, self._hardware)
+        copy = (
+            dorefa_weights(parameter, bits)
+            if format_ == "dorefa"
+            else _round_to_format(parameter, bits, self._hardware)
+        )
         if id(parameter) not in self._trained:  # not by requires_grad: a layer that rests changes later
             self._frozen_copies[id(parameter)] = copy
         return copy
 
-    def _inputs(self, layer: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+    def _quantise_inputs(self, layer: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
         if self._hardware.activations is None:
             return None
         first, *others = inputs
         return _StraightThrough.apply(
-            first, _rounded(first.detach(), self._hardware.activations, self._hardware)
+            first, _round_to_format(first.detach(), self._hardware.activations, self._hardware)
         ), *others
 
-    def _outputs(self, layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor | None:
+    def _quantise_gradient(self, layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor | None:
         return _CoarseGradient.apply(output, self._hardware) if output.requires_grad else None

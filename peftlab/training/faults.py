@@ -152,8 +152,8 @@ class FirstStepsCheck:
         """Return whether all have had both steps; raise ``PeftlabError`` naming the parameters that do not learn."""
         due = {name: parameter for name, parameter in self._waiting.items() if self._steps[name] >= STEPS}
         unreached = [name for name in due if name not in self._reached]
-        moved = {_group(n) for n, p in due.items() if not torch.equal(full_tensors(p), self._start[n])}
-        stuck = sorted({_group(name) for name in due} - moved) if self._moves else []
+        moved = {_module_group(n) for n, p in due.items() if not torch.equal(full_tensors(p), self._start[n])}
+        stuck = sorted({_module_group(name) for name in due} - moved) if self._moves else []
         for what, names in (
             ("have no gradient", unreached),
             ("have gradients that are not finite", sorted(self._broken & due.keys())),
@@ -170,5 +170,5 @@ class FirstStepsCheck:
         return not self._waiting
 
 
-def _group(name: str) -> str:
+def _module_group(name: str) -> str:
     return name.rpartition(".")[0]

@@ -230,7 +230,7 @@ class Trainer:
         for weight, inputs in batch.parts:
             *leading, longest = inputs["input_ids"].shape  # [rows, longest], or [rows, choices, longest]
             rows = math.prod(leading)
-            kind = _kind(inputs, resting) + stage
+            kind = _step_kind(inputs, resting) + stage
             inputs = {key: value.to(accelerator.device, non_blocking=True) for key, value in inputs.items()}
             where = f"at step {progress.step + 1}, with {rows} rows of {longest} tokens at once"
             with memory_advice(where, training_changes(settings, rows, longest)), accelerator.accumulate(self.model):
@@ -302,7 +302,7 @@ class Trainer:
             saved()
 
 
-def _kind(inputs: Mapping[str, Tensor], resting: Collection[str]) -> str:
+def _step_kind(inputs: Mapping[str, Tensor], resting: Collection[str]) -> str:
     """Return what the cost of a step depends on: shape, whether anything is padding, and which layers rest."""
     mask = inputs.get("attention_mask")
     shape = "x".join(map(str, inputs["input_ids"].shape))
@@ -522,7 +522,7 @@ class MetricsFile:
 
     def write(self, values: Mapping[str, object]) -> None:
         """Append ``values`` as a line; a number that is not finite becomes null, as JSON has none."""
-        self._file.write((json.dumps(_finite(values)) + "\n").encode())
+        self._file.write((json.dumps(_null_if_not_finite(values)) + "\n").encode())
 
     def flush(self) -> None:
         """Write buffered lines to the file; ``PeftlabError`` if that fails, as on a full disk."""
@@ -545,9 +545,9 @@ class MetricsFile:
             self._file.close()
 
 
-def _finite(value: object) -> object:
+def _null_if_not_finite(value: object) -> object:
     if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
+        return {key: _null_if_not_finite(item) for key, item in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -74,8 +74,10 @@ class StochasticAdamW(torch.optim.Optimizer):
                 state["step"], (state["exp_avg"], state["exp_avg_sq"]) = torch.zeros(()), averages
             state["step"] += 1
             step, (beta1, beta2) = int(state["step"]), group["betas"]
-            generator = torch.Generator(parameter.device).manual_seed(_key(self._seed, group["taken"], place))
-            for weight, grad, mean, square in _blocks(parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"]):
+            generator = torch.Generator(parameter.device).manual_seed(_seed_of(self._seed, group["taken"], place))
+            for weight, grad, mean, square in _row_blocks(
+                parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"]
+            ):
                 gradient = grad.float()
                 mean.lerp_(gradient, 1 - beta1)
                 square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
@@ -96,11 +98,11 @@ class StochasticAdamW(torch.optim.Optimizer):
                 self.state[parameter][key] = values[key].to(parameter.device, copy=True)
 
 
-def _key(*parts: int) -> int:
+def _seed_of(*parts: int) -> int:
     return int(numpy.random.SeedSequence(parts).generate_state(1, numpy.uint64)[0] >> numpy.uint64(1))
 
 
-def _blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+def _row_blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Yield tensors of the same shape in blocks of rows; whole on other hardware than a CPU."""
     first, *_ = tensors = tuple(map(torch.atleast_1d, tensors))
     rows = max(1, len(first))
@@ -128,7 +130,7 @@ def round_to_bf16(value: Tensor, noise: Tensor) -> Tensor:
     return torch.where(value.isnan(), value, rounded).bfloat16()  # of infinity the bits that the noise meets are 0
 
 
-def widen(model: nn.Module) -> None:
+def widen_to_fp32(model: nn.Module) -> None:
     """Give fp32 values to the parameters that train in place beside a frozen base in 16 bits.
 
     A 16-bit parameter loses small steps in rounding. The products then need autocast. Where nothing is frozen, the

@@ -105,7 +105,7 @@ def make_plan(lengths: Sequence[int], members: Sequence[int], settings: TrainCon
     return plan
 
 
-def share_of(n: int, keep: float) -> int:
+def scaled_count(n: int, keep: float) -> int:
     """Return the share ``keep`` of ``n``, rounded, and at least 1.
 
     Args:
@@ -125,10 +125,10 @@ def _sampled(lengths: Sequence[int], settings: TrainConfig, capacity: int) -> Pl
 
     def share_of_batches(epoch: int) -> list[list[int]]:
         batches = whole(epoch)  # in random order
-        return batches[: share_of(len(batches), keep)]
+        return batches[: scaled_count(len(batches), keep)]
 
     def share_of_examples(epoch: int) -> list[list[int]]:
-        drawn = sorted(seeded_order(n, seed, epoch, DRAWN)[: share_of(n, keep)])
+        drawn = sorted(seeded_order(n, seed, epoch, DRAWN)[: scaled_count(n, keep)])
         return make_plan(lengths, drawn, settings, capacity)(epoch)
 
     return share_of_batches if sample.by == "batches" else share_of_examples

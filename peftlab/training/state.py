@@ -205,7 +205,7 @@ def load_checkpoint(
             accelerator.print(f"skipped {reason}; resuming from {path.name}")
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
-            _clean(directory, path)
+            _remove_unusable(directory, path)
         restore_adapter(model, state)
         restore_optimiser(optimiser, state["optimiser"], accelerator)
         if accelerator.scaler is not None and state["scaler"]:
@@ -218,7 +218,7 @@ def load_checkpoint(
     raise PeftlabError("\n".join([f"{run}: no checkpoint to resume from ({how}); {again}", *skipped]))
 
 
-def _clean(directory: Path, newest: Path) -> None:
+def _remove_unusable(directory: Path, newest: Path) -> None:
     """Rename the damaged checkpoints, those newer than the one in use, and remove half-written files."""
     for path in directory.glob(_PATTERN):
         if path > newest:
@@ -241,7 +241,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
     except KeyError:
         reason = f"it has no {_DIGEST}: written by another program"
     except (zipfile.BadZipFile, RuntimeError, OSError, EOFError, ValueError, zlib.error) as error:
-        reason = _reason(error)
+        reason = _error_text(error)
     raise PeftlabError(f"{path}: damaged checkpoint ({reason})")
 
 
@@ -271,7 +271,7 @@ def restore_adapter(model: nn.Module, state: Checkpoint) -> None:
             parameters[name].copy_(shard_like(parameters[name], tensor))
 
 
-def _reason(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
