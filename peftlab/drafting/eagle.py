@@ -90,21 +90,25 @@ class Eagle3(StateNetwork):
         self.norm = RMSNorm(shape.hidden_size, shape.eps)
 
     def fuse(self, features: Tensor) -> Tensor:
-        """See ``StateNetwork``."""
+        """Return g, the fused states of the target; see ``StateNetwork``."""
         return self.fc(norm_features(self, features.to(self.fc.weight.dtype)))
 
     def layer(self, embedded: Tensor, states: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
-        """See ``StateNetwork``."""
+        """Return the layer's outputs; see ``StateNetwork``."""
         output = self.layers[0](embedded, states, rotation, attend)
         return self.norm(output) if self.shape.norm_output else output
 
     def read_by_head(self, states: Tensor) -> Tensor:
-        """See ``StateNetwork``; with ``norm_output`` the outputs are normed already."""
+        """Return the normed outputs; with ``norm_output`` the outputs are normed already."""
         return states if self.shape.norm_output else self.norm(states)
 
 
 def norm_features(network: Eagle3, features: Tensor) -> Tensor:
-    """Return the target's states [..., m·H] as ``fc`` of a network reads them: normed together, each alone, or not."""
+    """Return the target's states as ``fc`` reads them: normed together, each alone, or not at all.
+
+    Args:
+        network: whose flags decide. features: the target's states, [..., m·H].
+    """
     if network.shape.norm_before_fc:
         return network.input_norm(features)
     if network.shape.fc_norm:
@@ -114,7 +118,7 @@ def norm_features(network: Eagle3, features: Tensor) -> Tensor:
 
 
 class EagleStep(nn.Module):
-    """What ``Eagle3`` computes row by row, with a cache; see ``decoding.state_drafters.FeatureNetwork``.
+    """Computes ``Eagle3`` row by row with a cache; see ``decoding.state_drafters.FeatureNetwork``.
 
     Queries, keys and values are one product, and so are gate and up.
 
@@ -144,7 +148,7 @@ class EagleStep(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where it computes."""
+        """The device on which it computes."""
         return self._embedding.device
 
     def fuse(self, features: Tensor) -> Tensor:
@@ -179,7 +183,7 @@ class EagleStep(nn.Module):
         return self.lm_head(states)
 
     def _rotation(self, positions: Tensor, capacity: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Cosines and sines [b or 1, n, 1, D], of a table of all positions."""
+        """Return cosines and sines [b or 1, n, 1, D], from a table of all positions."""
         if len(self._turns) < capacity:
             angles = torch.arange(capacity, device=self.device)[:, None] * self._angles
             # (x1, x2) becomes (x1 cos - x2 sin, x2 cos + x1 sin): the halves are swapped, and the sign is in the sine.
@@ -190,7 +194,7 @@ class EagleStep(nn.Module):
 
 
 def _stacked(*linears: nn.Linear) -> nn.Linear:
-    """Return linear maps of the same input as one, their outputs next to one another."""
+    """Return linear maps of the same input as one map, their outputs next to one another."""
     with torch.device("meta"):
         whole = nn.Linear(linears[0].in_features, sum(linear.out_features for linear in linears), bias=False)
     weights = [linear.weight.detach() for linear in linears]
@@ -212,7 +216,7 @@ FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")  # 
 
 
 def tensors_of(network: Eagle3) -> dict[str, Tensor]:
-    """Return the tensors of the file by speculators' names.
+    """Return the network's tensors, by speculators' names, as its file has them.
 
     The embeddings are the target's and not written: engines share them.
     """
@@ -221,13 +225,17 @@ def tensors_of(network: Eagle3) -> dict[str, Tensor]:
 
 
 def norm_flags(shape: EagleShape) -> dict[str, Json]:
-    """Return EAGLE 3.1's flags, each written out: readers differ in what they take an absent one for."""
+    """Return EAGLE 3.1's flags, each written out, because readers differ in an absent flag's meaning."""
     flags: dict[str, Json] = {name: bool(getattr(shape, name)) for name in FLAGS}
     return flags
 
 
 def speculators_config(network: Eagle3, *, target: str, architecture: str, tokens: int) -> dict[str, Json]:
-    """Return the configuration of a network in speculators' layout; arguments as for ``write_eagle``."""
+    """Return the configuration of a network in speculators' layout.
+
+    Args:
+        network: trained. target, architecture, tokens: as for ``write_eagle``.
+    """
     shape = network.shape
     return {
         "architectures": ["Eagle3Speculator"],
@@ -342,7 +350,7 @@ def read_eagle(directory: str | Path, embedding: Tensor) -> Eagle3:
 
 @dataclass(frozen=True)
 class EagleExport:
-    """See ``base.DraftExporter``.
+    """Writes an EAGLE-3 draft for vLLM or SGLang; see ``base.DraftExporter``.
 
     Attributes:
         place: directory of the draft. consumer: ``vllm`` or ``sglang``.
@@ -437,7 +445,7 @@ class Eagle3Kind(StateKind[Eagle3Draft]):
     name = "eagle3"
 
     def check(self, target: PretrainedConfig) -> None:
-        """Refuse layers that the target does not have, and a draft to continue from that is none."""
+        """Refuse layers that the target does not have, and to continue from a draft of another kind."""
         features, count = self.config.features, target.get_text_config(decoder=True).num_hidden_layers
         if features is not None and features[-1] > count:
             raise PeftlabError(

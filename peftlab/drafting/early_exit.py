@@ -33,7 +33,7 @@ from peftlab.training.faults import STEPS
 
 @dataclass(frozen=True)
 class Exit:
-    """What a model predicts after its first layers: LM head of ``states``.
+    """An early exit: the model's first layers and the modules from there to the LM head.
 
     Attributes:
         layers: how many of the first layers run.
@@ -45,7 +45,12 @@ class Exit:
     final: tuple[str, ...]
 
     def states(self, model: nn.Module, hidden: Sequence[Tensor], places: Tensor) -> Tensor:
-        """Return the LM head's inputs [T, H] at ``places`` [b, n] of ``hidden``, the states of every layer."""
+        """Return the LM head's inputs after the exit, [T, H].
+
+        Args:
+            model: the language model. hidden: states of every layer, [b, n, H] each.
+            places: which of them are read, [b, n] booleans with T true.
+        """
         exited = hidden[self.layers][places]
         for name in self.final:
             exited = model.get_submodule(name)(exited)
@@ -54,7 +59,7 @@ class Exit:
 
 @torch.no_grad()
 def find_exit(model: PreTrainedModel, layers: int, tolerance: float = 1e-4) -> Exit:
-    """Return the exit after the first ``layers`` layers, which computes what the model cut to those layers does.
+    """Return the exit after the first ``layers`` layers, checked against the model cut to these layers.
 
     Args:
         model: a causal language model. tolerance: allowed difference, relative to the largest logit.
@@ -83,7 +88,7 @@ def find_exit(model: PreTrainedModel, layers: int, tolerance: float = 1e-4) -> E
 
 
 def _final_modules(model: PreTrainedModel, ids: Tensor) -> tuple[str, ...]:
-    """Return which modules a forward pass over ``ids`` calls, one on the other's output, from last layer to LM head."""
+    """Return the modules from the last layer to the LM head, each called on the output of the one before."""
     last, head = layer_stack(model)[-1], model.get_output_embeddings()
     assert head is not None
     names: list[str] = []
@@ -126,7 +131,7 @@ def _final_modules(model: PreTrainedModel, ids: Tensor) -> tuple[str, ...]:
 
 
 def _equal_values(one: object, other: object) -> bool:
-    """Whether both are tensors of the same numbers; models reshape on the way."""
+    """Return whether both are tensors of the same numbers in any shape, as models reshape on the way."""
     if not isinstance(one, Tensor) or not isinstance(other, Tensor):
         return False
     if one.numel() != other.numel() or not one.is_floating_point():
@@ -135,17 +140,25 @@ def _equal_values(one: object, other: object) -> bool:
 
 
 def dropout_rates(layers: int, most: float) -> list[float]:
-    """Return how often each layer is left out: ``most``·(2^(l / (L - 1)) - 1), from 0 to ``most``."""
+    """Return each layer's dropout rate, ``most``·(2^(l / (L - 1)) - 1), from 0 to ``most``.
+
+    Args:
+        layers: L. most: the rate of the last layer.
+    """
     return [most * (2 ** (layer / max(1, layers - 1)) - 1) for layer in range(layers)]
 
 
 def dropout_growth(schedule: str, step: int, steps: int) -> float:
-    """Return S(t), the factor of the rates: 1 for ``constant``, 2^(t / (T - 1)) - 1 for ``exponential``."""
+    """Return S(t), the factor of the rates: 1 for ``constant``, 2^(t / (T - 1)) - 1 for ``exponential``.
+
+    Args:
+        schedule: its name. step: t. steps: T.
+    """
     return 1.0 if schedule == "constant" else 2 ** (step / max(1, steps - 1)) - 1
 
 
 def exit_weights(exits: Sequence[int], layers: int, scale: float | None) -> list[float]:
-    """Return e of each exit and, behind them, of the last layer.
+    """Return the weight e of each exit's loss and, behind them, of the last layer's.
 
     e(l) = ``scale``·(0 + 1 + ... + l), and of the last layer L - 1 + ``scale``·(0 + 1 + ... + L - 2).
 
@@ -158,8 +171,8 @@ def exit_weights(exits: Sequence[int], layers: int, scale: float | None) -> list
     return [*(scale * (exit_ - 1) * exit_ / 2 for exit_ in exits), last]
 
 
-def enabled(curriculum: str | None, exits: int, step: int, steps: int, every: int) -> list[bool]:
-    """Return which exits train in a step; the last layer always does.
+def training_exits(curriculum: str | None, exits: int, step: int, steps: int, every: int) -> list[bool]:
+    """Return which exits train in a step; the last layer always trains.
 
     ``rotational``: every R-th exit, and in the next step the exits after these. ``gradual``: the last layer alone at
     first, and in the first half of the steps one exit more after the other, the last one first.
@@ -174,14 +187,18 @@ def enabled(curriculum: str | None, exits: int, step: int, steps: int, every: in
     return [True] * exits
 
 
-def shares(weights: Sequence[float], active: Sequence[bool]) -> list[float]:
-    """Return what each exit, and the last layer behind them, is of the loss: C·e / Σ C·e."""
+def loss_shares(weights: Sequence[float], active: Sequence[bool]) -> list[float]:
+    """Return the share of each exit, and of the last layer behind them, in the loss: C·e / Σ C·e.
+
+    Args:
+        weights: e of exits and last layer. active: C of each exit, 0 or 1.
+    """
     counted = [weight * on for weight, on in zip(weights, [*active, True], strict=True)]
     return [weight / sum(counted) for weight in counted]
 
 
 class LayerDropout:
-    """Leaves layers out of a model in training, for each row of a batch on its own; nothing is scaled.
+    """Leaves layers out of a model in training, for each row of a batch on its own, without rescaling.
 
     What is left out is fixed by ``draw`` until the next call, so that a checkpointed layer is computed again as it was.
 
@@ -200,11 +217,15 @@ class LayerDropout:
         ]
 
     def draw(self, rows: int, growth: float, device: torch.device) -> None:
-        """Draw which layers the next batch of ``rows`` leaves out, at ``growth`` times the rates."""
+        """Draw the layers that the next batch leaves out.
+
+        Args:
+            rows: b. growth: factor of the rates, see ``dropout_growth``. device: of the model.
+        """
         self._kept = (torch.rand(len(self._rates), rows) >= growth * self._rates[:, None]).to(device)
 
     def remove(self) -> None:
-        """Remove the hooks: the model is as it was."""
+        """Remove the hooks, so that the model is as it was."""
         for hook in self._hooks:
             hook.remove()
 
@@ -216,6 +237,7 @@ class LayerDropout:
         named: dict[str, Tensor],
         output: Tensor | tuple[Tensor, ...],
     ) -> Tensor | tuple[Tensor, ...]:
+        """Return the layer's output, or its input in the rows that leave it out, [b, n, H]."""
         if self._kept is None or not layer.training:
             return output
         entered = inputs[0] if inputs else named["hidden_states"]
@@ -235,7 +257,7 @@ class EarlyExitLoss:
     Attributes:
         objective: what the exits minimise against the base model's distribution.
         exits: where they are. weights: e of each, and of the last layer behind them.
-        curriculum, every: see ``enabled``.
+        curriculum, every: see ``training_exits``.
         dropout: leaves layers out, in all but the first steps, in which every parameter must learn; None: none.
         schedule: of the dropout, see ``dropout_growth``.
     """
@@ -251,18 +273,22 @@ class EarlyExitLoss:
     _growth: float = field(default=0.0, init=False)
 
     def __post_init__(self) -> None:
-        self._shares = shares(self.weights, [True] * len(self.exits))
+        self._shares = loss_shares(self.weights, [True] * len(self.exits))
 
     def at_step(self, step: int, steps: int) -> str:
-        """Choose the exits and the dropout of a step; return the exits where a curriculum chooses them."""
-        active = enabled(self.curriculum, len(self.exits), step, steps, self.every)
-        self._shares = shares(self.weights, active)
+        """Choose the exits and the dropout of a step; return the exits where a curriculum chooses them.
+
+        Args:
+            step: its number, from 0. steps: of the training.
+        """
+        active = training_exits(self.curriculum, len(self.exits), step, steps, self.every)
+        self._shares = loss_shares(self.weights, active)
         self._growth = dropout_growth(self.schedule, step, steps) if step >= STEPS else 0.0
         trained = [str(exit_.layers) for exit_, on in zip(self.exits, active, strict=True) if on]
         return "" if self.curriculum is None else f" exits {','.join(trained)}"
 
     def __call__(self, model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
-        """Return the sum over tokens."""
+        """Return the loss summed over tokens."""
         ids, mask, places = inputs["input_ids"], inputs["attention_mask"], inputs["weights"] > 0
         bare = unwrapped(model)
         with disabled(bare):
@@ -278,6 +304,7 @@ class EarlyExitLoss:
             target, target_head = base, frozen
         name, settings = self.objective.name, self.objective.settings
         *early, last = self._shares
+        # The last layer is held to the base model, so that drafting early does not change what is served.
         loss = last * chunked_loss(states[-1][places], head, base, frozen, "kl")
         for exit_, share in zip(self.exits, early, strict=True):
             if share:
@@ -288,9 +315,13 @@ class EarlyExitLoss:
 
 @torch.no_grad()
 def measure_exits(model: nn.Module, exits: Sequence[Exit], data: Dataset, batch_size: int = 16) -> list[Acceptance]:
-    """Return the acceptance of each early exit, and of the whole model as trained behind them.
+    """Return the acceptance by the base model of each early exit and, behind them, of the whole model.
 
-    All by the base model, which is what ``model`` computes with its injection switched off.
+    The base model is what ``model`` computes with its injection switched off.
+
+    Args:
+        model: with its injection. exits: where they are. data: rows as ``text.make_dataset`` makes them.
+        batch_size: rows read together.
     """
     sums = torch.zeros(len(exits) + 1, 4, len(data), dtype=torch.float64)
     head = head_weight(model)
@@ -309,7 +340,7 @@ _CHOICES = 8  # exits that ``del`` chooses from, at most: each costs rows of the
 
 
 class EarlyExitKind(DraftKind[EarlyExitDraft]):
-    """The target's first layers as its draft: trained in the target, read from it when decoding.
+    """An early exit as draft: the target's first layers, trained in the target and read from it.
 
     Attributes:
         exits: the first one drafts. dropout: of the layers while it trains; None for none.
@@ -354,7 +385,7 @@ class EarlyExitKind(DraftKind[EarlyExitDraft]):
         return first.rates() | each | {"preserved": whole.rates()["acceptance"]}
 
     def save(self, train: Dataset) -> None:
-        """Write nothing: the adapter, or the merged model, is target and draft. No layer is left out from here on."""
+        """Remove the layer dropout; nothing is written, as adapter or merged model are target and draft."""
         if self.dropout is not None:
             self.dropout.remove()
 
@@ -392,12 +423,12 @@ class EarlyExitKind(DraftKind[EarlyExitDraft]):
 
     @classmethod
     def export(cls, place: str, consumer: str) -> Path | DraftExporter:
-        """Refuse: an exit is part of its target."""
+        """Refuse to export: an exit is part of its target."""
         raise PeftlabError(f"--for {consumer}: {place} is part of the target; no released engine takes it as a draft")
 
     @classmethod
     def update(cls, config: EarlyExitDraft, newest: Path, log: Path) -> EarlyExitDraft:
-        """Refuse: an exit is part of its target, which must not change between requests."""
+        """Refuse to update: an exit is part of its target, which must not change between requests."""
         raise PeftlabError(f"{newest}: an early exit is part of the target; train it anew with data.replay={log}")
 
 
@@ -408,18 +439,24 @@ def possible_exits(layers: int) -> list[int]:
 
 
 def exit_engine(model: PreTrainedModel, layers: int, target: Engine, *, pack: bool = True) -> Engine:
-    """Return the first layers of a model as a draft in the cache of the model's own engine, ``target``.
+    """Return the first layers of a model as a draft in the cache of the model's own engine.
 
     A flattened step continues from the states of the tokens that its first layers have read. Any other engine reads
     drafted tokens from the embeddings on.
+
+    Args:
+        model: the target. layers: how many. target: the engine of ``model``. pack: pack weights for the CPU.
     """
     if isinstance(target, FlatEngine):
         return EarlyExit(target, layers)
     return build_engine(truncate(model, range(layers), share=True), vocabulary=target.vocab_size, pack=pack)
 
 
-def flat(draft: str, target: Engine) -> FlatEngine:
-    """Return ``target``, which must be a flattened step.
+def flattened_step(draft: str, target: Engine) -> FlatEngine:
+    """Return ``target`` if it is a flattened step.
+
+    Args:
+        draft: name, for the message. target: the engine.
 
     Raises:
         PeftlabError: it is another one.
@@ -441,16 +478,16 @@ def _open_exit(model: PreTrainedModel, layers: int, pack: bool, target: Engine) 
 
 
 def _open_swift(search: SkipSearch, target: Engine) -> OwnLayers:
-    skipping = SkippedSublayers(flat("swift", target))
+    skipping = SkippedSublayers(flattened_step("swift", target))
     return OwnLayers(skipping, partial(SwiftDrafter, layers=skipping, search=search), "swift")
 
 
 def _open_del(choice: ExitSelector, target: Engine) -> OwnLayers:
-    exit_ = EarlyExit(flat("del", target), choice.exits[0])
+    exit_ = EarlyExit(flattened_step("del", target), choice.exits[0])
     return OwnLayers(exit_, partial(DelDrafter, exit=exit_, choice=choice), "del")
 
 
 def _head_cost(model: PreTrainedModel) -> float:
-    """What a step of the LM head reads, in layers."""
+    """Return how much a step of the LM head reads, in units of a layer's weights."""
     stack = layer_stack(model)
     return head_weight(model).numel() / (sum(p.numel() for p in stack.parameters()) / len(stack))

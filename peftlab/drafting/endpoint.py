@@ -43,11 +43,11 @@ _RETRYABLE_STATUSES = frozenset({408, 425, 429})  # statuses that pass, beside a
 
 
 class RequestRefused(PeftlabError):
-    """The server does not take such a request, now or later."""
+    """The server refuses such a request, now and later."""
 
 
 class _RetryableError(Exception):
-    """A failure that may have passed at the next attempt, after ``seconds`` if the server says so."""
+    """A failure that may be over at the next attempt, ``seconds`` from now if the server says so."""
 
     def __init__(self, text: str, seconds: float | None = None) -> None:
         super().__init__(text)
@@ -55,7 +55,7 @@ class _RetryableError(Exception):
 
 
 class RateLimiter:
-    """When the next request may be sent, for all threads together."""
+    """Spaces requests evenly in time, for all threads together."""
 
     def __init__(self, requests_per_minute: float | None = None, tokens_per_minute: float | None = None) -> None:
         self._request = 60 / requests_per_minute if requests_per_minute else 0.0
@@ -72,13 +72,13 @@ class RateLimiter:
         time.sleep(start - now)
 
     def pause(self, seconds: float) -> None:
-        """Let nothing be sent for N seconds."""
+        """Hold back all requests for N seconds."""
         with self._lock:
             self._next = max(self._next, time.monotonic() + seconds)
 
 
 class Server:
-    """The server of ``data.endpoint``.
+    """A client of the server of ``data.endpoint``.
 
     Raises:
         PeftlabError: the environment does not have the key that ``data.endpoint_key`` names.
@@ -135,6 +135,7 @@ class Server:
             raise PeftlabError(f"data.endpoint: {self.url}{path}: {failed}") from None
 
     def _once(self, path: str, read: Callable[[dict[str, Json]], T], body: dict[str, Json] | None) -> T:
+        """Send the request once and return what ``read`` makes of the answer."""
         content = json.dumps(body).encode() if body is not None else None
         try:
             response = self._client.request("GET" if body is None else "POST", self.url + path, content=content)
@@ -152,7 +153,7 @@ class Server:
         raise _RetryableError(f"not an answer: {self._shown(text)!r}")
 
     def _status(self, path: str, response: httpx2.Response) -> Exception:
-        """Return what an answer with another status than 200 means."""
+        """Return the error that an unsuccessful status means."""
         said = self._shown(response.content.decode("utf-8", "replace"))
         text = f"HTTP {response.status_code}{': ' + said if said else ''}"
         if response.status_code in _RETRYABLE_STATUSES or response.status_code >= 500:
@@ -163,7 +164,7 @@ class Server:
         return RequestRefused(f"data.endpoint: {self.url}{path}: {text}")
 
     def _shown(self, text: str) -> str:
-        """Return the beginning of a message, without the key."""
+        """Return the beginning of a message, with the key removed."""
         clean = text.replace(self._key, "***") if self._key else text
         return " ".join(clean.split())[:300]
 
@@ -224,7 +225,11 @@ _ANCHOR = "\n"  # begins a line: what follows is tokenised as after other text, 
 
 
 def text_of(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
-    """Return the text of token ids, special ones included, every space as it is."""
+    """Return the text of token ids, special ones included and every space kept.
+
+    Args:
+        tokenizer: the target's. ids: token ids.
+    """
     text = tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
     return str(text)
 
@@ -235,6 +240,9 @@ def tokenisations(tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], tex
     There are two where the tokenizer drops a leading space (Llama 2's: ``there`` and ``▁there`` decode alike on their
     own) and the text begins with none: some servers decode the answer with the prompt, others alone. The text as it is
     comes first.
+
+    Args:
+        tokenizer: the target's. prompt: token ids. text: of the answer.
     """
     found = [ids for ids in [_after(tokenizer, prompt, text)] if ids]
     if not text.startswith(" "):
@@ -258,7 +266,11 @@ def _after(tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], text: str)
 
 @torch.no_grad()
 def most_probable(target: PreTrainedModel, prompt: Sequence[int], candidates: Sequence[list[int]]) -> list[int]:
-    """Return the candidate whose first token the target gives the highest probability after ``prompt``."""
+    """Return the candidate whose first token the target gives the highest probability after ``prompt``.
+
+    Args:
+        target: a causal language model. prompt: token ids. candidates: token ids of each.
+    """
     if len(candidates) == 1:
         return candidates[0]
     inputs = torch.tensor([list(prompt)], device=head_weight(target).device)
@@ -269,7 +281,7 @@ def most_probable(target: PreTrainedModel, prompt: Sequence[int], candidates: Se
 
 @dataclass(frozen=True)
 class ServedPrompt:
-    """A prompt to be sent.
+    """A prompt that is sent to the server.
 
     Attributes:
         ids: token ids. messages: the conversation that the chat template made them of; None for another text.
@@ -281,7 +293,7 @@ class ServedPrompt:
 
 @dataclass(frozen=True)
 class Reply:
-    """An answer as the server gave it.
+    """An answer in the server's words.
 
     Attributes:
         text: without special tokens. finish: why it ends: "stop", "length" or another reason.
@@ -296,7 +308,7 @@ class Reply:
 
 @dataclass(frozen=True)
 class RequestForm:
-    """A form of request.
+    """A form of request in which servers take prompts.
 
     Attributes:
         name: for messages and results. path: after the endpoint's address.
@@ -313,7 +325,7 @@ def _as_ids(tokenizer: PreTrainedTokenizerBase, prompt: ServedPrompt) -> dict[st
 
 
 def _as_text(tokenizer: PreTrainedTokenizerBase, prompt: ServedPrompt) -> dict[str, Json] | None:
-    """The text of which a server that adds special tokens, as it usually does, makes the prompt's ids."""
+    """Return the text from which a server that adds special tokens, as most do, makes the prompt's ids."""
     for ids in (prompt.ids[1:], prompt.ids):  # the first token may be one that it adds
         text = text_of(tokenizer, ids)
         if list(tokenizer(text)["input_ids"]) == prompt.ids:
@@ -334,7 +346,11 @@ FORMS = (
 
 
 def sampling(writing: WritingSettings, row: int) -> dict[str, Json]:
-    """Return a request's settings; the answer of each row has a seed of its own."""
+    """Return a request's sampling settings; the answer of each row has a seed of its own.
+
+    Args:
+        writing: settings of the data set. row: number of the answer.
+    """
     settings: dict[str, Json] = {"max_tokens": writing.max_new_tokens, "temperature": writing.temperature}
     if writing.temperature > 0:  # top_p in any case: a server's default may be another
         settings |= {"top_p": writing.top_p or 1.0, "seed": (writing.seed + row) % 2**31}
@@ -363,7 +379,11 @@ def read_reply(value: dict[str, Json]) -> Reply:
 
 
 def read_another_prompt(reply: Reply, prompt: Sequence[int]) -> bool:
-    """Whether the server says that it read another number of tokens than the prompt has."""
+    """Return whether the server read another number of tokens than the prompt has, as far as it says so.
+
+    Args:
+        reply: the server's. prompt: token ids.
+    """
     return reply.prompt_tokens is not None and reply.prompt_tokens != len(prompt)
 
 
@@ -384,19 +404,23 @@ class Answer:
 
 
 def answer_line(row: int, answer: Answer) -> bytes:
-    """Return the line of the answer to a row."""
+    """Return the line of a file that stores the answer to a row.
+
+    Args:
+        row: its number. answer: to be stored.
+    """
     return (json.dumps({"row": row, **vars(answer)}) + "\n").encode()
 
 
 def cut_unfinished(path: Path) -> None:
-    """Cut a last line that is not finished."""
+    """Cut off a last line that was not written to its end."""
     content = path.read_bytes() if path.exists() else b""
     if content and not content.endswith(b"\n"):
         os.truncate(path, content.rfind(b"\n") + 1)
 
 
 def read_answers(path: Path, count: int) -> dict[int, Answer]:
-    """Return the answers by row, without a last line that is not finished; none where there is no file.
+    """Return stored answers by row, without an unfinished last line; none where there is no file.
 
     Args:
         count: rows of the data set.
@@ -459,7 +483,7 @@ class ServedText:
     repeated: int
 
     def line(self) -> str:
-        """Return it in a sentence."""
+        """Return the counts as a sentence."""
         forms = ", ".join(f"{count} by {name}" for name, count in self.forms.items())
         dropped = ", ".join(f"{count} because {reason}" for reason, count in self.dropped.items())
         repeated = f"; {self.repeated} repeat an earlier sample of their prompt" if self.repeated else ""
@@ -468,7 +492,7 @@ class ServedText:
 
 @dataclass(frozen=True)
 class Target:
-    """The target as it is here: what an answer's tokens are found with.
+    """The local target, with which the tokens of a server's answers are found.
 
     Attributes:
         eos: ids that end a continuation.
@@ -513,7 +537,7 @@ def served_continuations(
 
 
 def _digest(model: str, target: Target, prompts: Sequence[ServedPrompt], writing: WritingSettings) -> str:
-    """Return a digest of what determines the text; of the weights too, since a server keeps its id for new ones."""
+    """Return a digest of what determines the text, weights included, as a server may keep its id for new ones."""
     what = [
         model,
         weights_digest(target.model),
@@ -632,7 +656,7 @@ def _ask_concurrently(ask: Callable[[int], T], rows: Sequence[int], concurrency:
 
 
 def _answer(target: Target, prompt: Sequence[int], most: int, form: RequestForm, reply: Reply | None) -> Answer:
-    """Return what is stored of a reply; None: the prompt has no such form."""
+    """Return the answer that is stored for a reply, or for None, where the prompt has no such form."""
     if reply is None:
         return Answer(form.name, "", "", None, _NO_FORM)
     ids, dropped = None, None

@@ -36,7 +36,7 @@ from peftlab.registry import resolve
 
 @dataclass(frozen=True)
 class ExportedDraft:
-    """A draft as its consumer loads it.
+    """A draft in the form that its consumer loads.
 
     Attributes:
         out: its directory. consumer: what loads it. command: how to serve it.
@@ -93,7 +93,7 @@ def export_draft(
 
 
 def _heterogeneous_note(common: int) -> tuple[str, ...]:
-    """Return what to know of a draft with other tokens than its target's."""
+    """Return notes for the user on a draft with other tokens than its target's."""
     notes = [
         f"the vocabularies differ: vLLM (0.33) matches tokens by their text and drafts the {common:,} common ones, "
         "greedily; the output is the target's own all the same"
@@ -104,7 +104,7 @@ def _heterogeneous_note(common: int) -> tuple[str, ...]:
 
 
 def _transformers_example(target: str, out: Path, gamma: int) -> str:
-    """Return Python lines that decode with the draft; they run in any directory. transformers chooses gamma itself."""
+    """Return Python lines that decode with the draft in any directory; transformers chooses gamma itself."""
     place = locate(target)
     arguments = [repr(target)]
     if isinstance(place, Path):
@@ -123,7 +123,10 @@ def _transformers_example(target: str, out: Path, gamma: int) -> str:
 
 
 def served_reference(target: str, consumer: str) -> str:
-    """Return a target as a server is told it, right in any directory.
+    """Return a target's reference as a server takes it, valid in any directory.
+
+    Args:
+        target: reference. consumer: the server.
 
     Raises:
         PeftlabError: it is a GGUF file.
@@ -139,7 +142,7 @@ def served_reference(target: str, consumer: str) -> str:
 
 
 def _vllm_command(target: str, out: Path, gamma: int, *, heterogeneous: bool = False) -> str:
-    """Return vLLM's command that serves target and draft; it works in any directory.
+    """Return vLLM's command that serves target and draft from any directory.
 
     Args:
         heterogeneous: the draft has other tokens, and its own tokenizer in its directory.
@@ -151,7 +154,7 @@ def _vllm_command(target: str, out: Path, gamma: int, *, heterogeneous: bool = F
 
 
 def _sglang_command(target: str, out: Path, gamma: int) -> str:
-    """Return SGLang's command that serves target and draft; it works in any directory."""
+    """Return SGLang's command that serves target and draft from any directory."""
     return (
         f"python -m sglang.launch_server --model-path {shlex.quote(served_reference(target, 'sglang'))} "
         f"--speculative-algorithm STANDALONE --speculative-draft-model-path {shlex.quote(os.path.abspath(out))} "
@@ -172,7 +175,11 @@ FEW_COMMON = 100  # tokens, below which vLLM warns
 
 
 def check_plain(plain: Path, target: str, consumer: str) -> None:
-    """Raise ``PeftlabError`` for a draft of other tokens or of another ``vocab_size`` than the target's."""
+    """Raise ``PeftlabError`` for a draft of other tokens or of another ``vocab_size`` than the target's.
+
+    Args:
+        plain: the draft's directory. target: reference. consumer: for messages.
+    """
     check_tokenizers(load_tokenizer(target), load_tokenizer(str(plain)), chat=False)
     sizes = vocabulary_sizes(plain, target)
     if sizes[0] != sizes[1]:
@@ -183,13 +190,20 @@ def check_plain(plain: Path, target: str, consumer: str) -> None:
 
 
 def vocabulary_sizes(plain: Path, target: str) -> tuple[int, int]:
-    """Return ``vocab_size`` of the target and of the draft, as servers compare them."""
+    """Return ``vocab_size`` of the target and of the draft, as servers compare them.
+
+    Args:
+        plain: the draft's directory. target: reference.
+    """
     goal, own = (load_config(str(place)).get_text_config(decoder=True).vocab_size for place in (target, plain))
     return goal, own
 
 
 def common_tokens(plain: Path, target: str) -> int | None:
-    """Return how many tokens draft and target have in common, by their text; None where vocabularies are the same.
+    """Return how many tokens draft and target share by their text; None where vocabularies are the same.
+
+    Args:
+        plain: the draft's directory. target: reference.
 
     Raises:
         PeftlabError: no token is common, or the draft's directory has no tokenizer.
@@ -207,6 +221,9 @@ def common_tokens(plain: Path, target: str) -> int | None:
 def copy_plain(plain: Path, directory: Path) -> float:
     """Copy a model into an existing directory; return the largest difference of a logit, which is 0.
 
+    Args:
+        plain: the model's directory. directory: where the copy goes.
+
     Raises:
         PeftlabError: the copy computes other logits.
     """
@@ -218,6 +235,7 @@ def copy_plain(plain: Path, directory: Path) -> float:
 
 @torch.no_grad()
 def _compare(source: Path, written: Path) -> float:
+    """Load both models and return the largest difference of a logit on one text, which must be 0."""
     ids = torch.arange(1, 17)[None]
     logits = []
     for place in (source, written):

@@ -53,7 +53,7 @@ def block_rows(weights: Tensor, length: int, offsets: Sequence[int]) -> MaskRows
     depths, places = [], []
     for line, offset in zip(weights.cpu() > 0, offsets, strict=True):
         inside = torch.arange(int(line.sum()))
-        depth = (inside - offset) % length
+        depth = (inside - offset) % length  # 0 is the anchor, a token of the text
         masked = (depth > 0) & (inside > offset)
         depths.append(depth[masked])
         places.append(int(line.int().argmax()) + inside[masked])
@@ -63,7 +63,7 @@ def block_rows(weights: Tensor, length: int, offsets: Sequence[int]) -> MaskRows
 
 @dataclass
 class GatedLoss:
-    """The objective of masks against the target's own rows at their places, in one pass of both.
+    """Computes the objective of masks against the target's own rows at their places, in one pass of both.
 
     The rows of the text get no addition: they are the frozen target's, and its predictions are the teacher (Uno, arXiv
     2609.04010). All masks count alike.
@@ -83,7 +83,11 @@ class GatedLoss:
         self._length = self.blocks[0]
 
     def at_step(self, step: int, steps: int) -> str:
-        """Choose the length of the blocks of a step; return it where there are several."""
+        """Choose the length of the blocks of a step; return it where there are several.
+
+        Args:
+            step: its number, from 0. steps: of the training.
+        """
         self._length = self.blocks[min(step * len(self.blocks) // max(steps, 1), len(self.blocks) - 1)]
         return f" blocks of {self._length}" if len(self.blocks) > 1 else ""
 
@@ -107,7 +111,7 @@ class GatedLoss:
 
 
 def _gated(ids: Tensor, rows: MaskRows) -> Tensor:
-    """Return which of n tokens and R rows get the addition, [b, n + R]: the masks."""
+    """Return which of n tokens and R rows get the LoRA's addition, [b, n + R]: the masks alone."""
     return torch.cat((torch.zeros_like(ids, dtype=torch.bool), rows.depth > 0), 1)
 
 
@@ -123,6 +127,10 @@ def measure_masks(model: nn.Module, gate: Gate, data: Dataset, masks: Masks, bat
     """Return the acceptance of the first, second, ... mask of a block on the continuations of ``data``.
 
     Every place that counts is an anchor once.
+
+    Args:
+        model: the target with its LoRA. gate: of the LoRA. data: rows as ``text.make_dataset`` makes them.
+        masks: what they read, and K. batch_size: rows read together.
     """
     sums = torch.zeros(masks.length - 1, 4, len(data), dtype=torch.float64)
     head, ids_of = head_weight(model), torch.tensor([0, *masks.ids(masks.length - 1)])
@@ -146,12 +154,16 @@ _PROJECTIONS = re.compile(
 
 
 def write_masks_of_gate(directory: Path, masks: Masks) -> None:
-    """Write what the masks read beside an adapter."""
+    """Write beside an adapter what its masks read.
+
+    Args:
+        directory: of the adapter. masks: with the token, K and whether they read noise.
+    """
     write_json(directory / GATED_FILE, {"mask_token": masks.token, "length": masks.length, "noise": masks.noise})
 
 
 def read_masks_of_gate(directory: str | Path, vocabulary: int | None = None) -> Masks:
-    """Return what ``write_masks_of_gate`` has written.
+    """Return the masks that ``write_masks_of_gate`` has written.
 
     Args:
         vocabulary: of the target; None: not compared.
@@ -234,7 +246,7 @@ class GatedLoraKind(DraftKind[GatedLoraDraft]):
     identity: TargetIdentity
 
     def check(self, target: PretrainedConfig) -> None:
-        """Refuse a mask that is no token, and a draft to continue from that is none."""
+        """Refuse a mask that is no token, and to continue from a draft of another kind."""
         size, mask = target.get_text_config(decoder=True).vocab_size, self.config.mask_token
         if mask is not None and mask >= size:
             raise PeftlabError(f"draft.mask_token: {mask} is no token; the target has 0 to {size - 1}")
@@ -330,7 +342,11 @@ def refuse_states(target: PreTrainedModel) -> None:
 
 
 def check_lora_targets(target: nn.Module, method: MethodConfig) -> None:
-    """Refuse targets that see other rows than one for each token, and parameters that all rows read."""
+    """Refuse targets that do not see one row per token, and trained parameters that all rows read.
+
+    Args:
+        target: the model. method: that the recipe injects into it.
+    """
     planned = plan(target, method)
     for name in planned.replace:
         if leaf_kind(target.get_submodule(name)) not in (LoraLinear, LoraConv1D) or ".experts." in name:
@@ -346,7 +362,11 @@ def check_lora_targets(target: nn.Module, method: MethodConfig) -> None:
 
 
 def continue_from(model: nn.Module, place: str) -> None:
-    """Copy the values of a stored LoRA of the same method into an injected model."""
+    """Copy the values of a stored LoRA of the same method into an injected model.
+
+    Args:
+        model: with the method injected. place: directory of the stored LoRA.
+    """
     adapter, config = read_adapter(place), injection_of(model).config
     for key in ("lora_alpha", "alpha_pattern", "use_rslora", "use_dora", "init_lora_weights"):
         here, there = getattr(config, key, None), getattr(adapter.config, key, None)
@@ -356,7 +376,11 @@ def continue_from(model: nn.Module, place: str) -> None:
 
 
 def own_layers(gate: Gate, masks: Masks, engine: Engine) -> OwnLayers:
-    """Return the target's engine, with its LoRA for masks, as a draft in the target's cache."""
+    """Return the target's engine, with its LoRA for masks, as a draft in the target's cache.
+
+    Args:
+        gate: of the LoRA. masks: what they read. engine: the target's.
+    """
     if not engine.positioned:
         raise PeftlabError(
             f"draft gated_lora: reads masks beside the tokens of a text, and this target's kernel is {engine.kind}"

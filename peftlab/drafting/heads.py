@@ -85,12 +85,12 @@ class HeadStack(nn.Module):
 
     @property
     def vocab_size(self) -> int:
-        """V."""
+        """V, the number of rows of each W2."""
         return self.lm_heads[0].get_parameter("weight").shape[0]
 
     @property
     def depth(self) -> int:
-        """K."""
+        """K, the number of heads."""
         return len(self.blocks)
 
     def states(self, head: int, hidden: Tensor, before: Tensor) -> Tensor:
@@ -103,18 +103,22 @@ class HeadStack(nn.Module):
         raise NotImplementedError
 
     def addend(self, before: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Return factors [T, r] and [V, r] of what is added to a head's logits after these tokens; None: nothing."""
+        """Return factors [T, r] and [V, r] of what these tokens before add to a head's logits; None: nothing."""
         return None
 
     def product(self, head: int, hidden: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
-        """Return features [T, F] and weights [V, F] whose product is a head's logits; arguments as for ``states``."""
+        """Return features [T, F] and weights [V, F] whose product is a head's logits.
+
+        Args:
+            head, hidden, before: as for ``states``.
+        """
         features, weight, addend = self.states(head, hidden, before), [*self][head][1], self.addend(before)
         if addend is None:
             return features, weight
         return torch.cat((features, addend[0]), -1), torch.cat((weight, addend[1]), -1)
 
     def tokens(self, hidden: Tensor, last: Tensor, tree: Sequence[TreePath], ids: Tensor | None = None) -> Tensor:
-        """Return the tokens of a tree, see ``decoding.state_drafters.Heads.tokens``: [b, H], [b] -> [b, N].
+        """Return the tokens of a tree, [b, N]; see ``decoding.state_drafters.Heads.tokens``.
 
         Args:
             ids: the token of each row of W2, [V]; None: its own number.
@@ -123,7 +127,11 @@ class HeadStack(nn.Module):
 
 
 def as_parameters(block: nn.Module, states: Tensor) -> Tensor:
-    """Return states in the dtype of a block's parameters: those that train on a 16-bit target are in fp32."""
+    """Return states in the dtype of a block's parameters: blocks on a 16-bit target train in fp32.
+
+    Args:
+        block: of a head. states: [..., H].
+    """
     dtype = next((parameter.dtype for parameter in block.parameters()), states.dtype)
     return states.to(dtype)
 
@@ -148,7 +156,7 @@ class HeadedModel(nn.Module):
 
 
 class ReducedHeads(nn.Module):
-    """Heads over some of the vocabulary; they draft no other token.
+    """Heads over part of the vocabulary, which draft no other token.
 
     Args:
         heads: with ``len(tokens)`` rows a head. tokens: their ids, [V_d]. vocab_size: V.
@@ -162,7 +170,7 @@ class ReducedHeads(nn.Module):
 
     @property
     def depth(self) -> int:
-        """K."""
+        """K, the number of heads."""
         return self.heads.depth
 
     @property
@@ -171,12 +179,16 @@ class ReducedHeads(nn.Module):
         return self.heads.ranks
 
     def tokens(self, hidden: Tensor, last: Tensor, tree: Sequence[TreePath]) -> Tensor:
-        """Return the tokens of a tree, see ``Heads.tokens``: [b, H], [b] -> [b, N]."""
+        """Return the tokens of a tree, [b, N]; see ``decoding.state_drafters.Heads.tokens``.
+
+        Args:
+            hidden: states at the last tokens, [b, H]. last: these tokens, [b]. tree: paths of its nodes.
+        """
         return self.heads.tokens(hidden, last, tree, self.kept)
 
 
 class MedusaBlock(nn.Module):
-    """h -> h + SiLU(W1 h), [..., H] -> [..., H]."""
+    """Maps h to h + SiLU(W1 h), [..., H] -> [..., H]."""
 
     def __init__(self, hidden_size: int, bias: bool):
         super().__init__()
@@ -189,7 +201,7 @@ class MedusaBlock(nn.Module):
 
 
 class MarkovBias(nn.Module):
-    """W2 W1[x], x the token before: a bias of rank r on the next token's logits, [...] -> [..., V].
+    """Returns W2 W1[x], a bias of rank r by the token x before on the next one's logits, [...] -> [..., V].
 
     Successive heads draft without knowing what the head before has chosen; this tells them (DSpark's Markov head). W2
     starts at 0.
@@ -262,7 +274,7 @@ class MedusaHeads(HeadStack):
 
 
 class HydraBlock(nn.Module):
-    """x -> R x + SiLU(A x), [..., H + W] -> [..., H]: x is a state [H] and embeddings [W] behind it.
+    """Maps x, a state [H] and embeddings [W] behind it, to R x + SiLU(A x), [..., H + W] -> [..., H].
 
     R starts as the map to the state, and A at 0: an untrained block returns the state, as an untrained Medusa block.
     """
@@ -315,7 +327,7 @@ class HydraHeads(HeadStack):
 
 @dataclass
 class HeadsLoss:
-    """The loss of heads: Σ_i decay^i · D(p at t+1+i ‖ head i at t), one head's logits at a time.
+    """Computes the loss of heads, Σ_i decay^i · D(p at t+1+i ‖ head i at t), one head's logits at a time.
 
     ``chunked_loss`` takes each head's gradient to its states before the next head's logits are made; the
     trunk's backward pass runs once, with the heads' sum.
@@ -354,7 +366,7 @@ class HeadsLoss:
             if n - ahead < 2:
                 continue
             # Place t counts if its prediction, that of place t+1+i, does and the prompt has been read.
-            places = drafted[:, : n - ahead] & (weights[:, ahead:] > 0)
+            places = drafted[:, : n - ahead] & (weights[:, ahead:] > 0)  # [b, n - ahead]
             if not places.any():
                 continue
             before = known_tokens(ids, ahead)[places]
@@ -372,6 +384,7 @@ class HeadsLoss:
                 settings=self.objective.settings,
                 addend=headed.heads.addend(before),
             )
+            # ``chunked_loss`` is a mean: times the places it is a sum, as the caller divides by the tokens of all.
             total = total + self.decay**i * mean * len(states)
         if not total.requires_grad:  # every continuation is too short to look ahead: nothing to learn, but a graph
             total = total + 0 * sum(p.sum() for p in headed.heads.parameters())
@@ -383,7 +396,11 @@ class HeadsLoss:
 
 
 def known_tokens(ids: Tensor, ahead: int) -> Tensor:
-    """Return the ``ahead`` tokens after each place of texts [b, n] that has them, [b, n - ahead, ahead]."""
+    """Return the ``ahead`` tokens after each place that has so many, [b, n - ahead, ahead].
+
+    Args:
+        ids: texts, [b, n]. ahead: how many tokens.
+    """
     return ids[:, 1:].unfold(1, ahead, 1)
 
 
@@ -394,6 +411,10 @@ def measure_heads(model: HeadedModel, data: Dataset, batch_size: int = 16) -> tu
     Head i's prediction at place t, of token t+2+i, is compared with the base model's at t+1+i; examples too
     short for a head have no predictions of it. The second is exactly 1 everywhere with a frozen trunk; with a
     trained one it measures how much of the model is preserved: the tokens of a collapsed trunk are easy to predict.
+
+    Args:
+        model: the language model and its heads. data: rows as ``text.make_dataset`` makes them.
+        batch_size: rows read together.
     """
     head, count = head_weight(model), model.heads.depth
     sums = torch.zeros(count + 1, 4, len(data), dtype=torch.float64)
@@ -439,14 +460,14 @@ def measure_ranks(model: HeadedModel, heads: HeadStack | ReducedHeads, data: Dat
                 break
             # The token before is known, or it is what the head before had to find.
             alive = alive[:, :n] & places[:, i + 1 :]
-            if i:
+            if i:  # the text's tokens, which heads read, must be the model's own
                 alive = alive & (ids[:, i + 1 :] == own[:, i : i + n])
             hits = _right_choices(
                 heads, i, hidden[:, :n][alive], known_tokens(ids, i + 1)[alive], own[:, i + 1 :][alive]
             )
             right[i] += hits.sum(0).cpu().double()
             tried[i] += len(hits)
-            alive = alive.masked_scatter(alive, hits.any(-1))
+            alive = alive.masked_scatter(alive, hits.any(-1))  # a tree goes on only below a right choice
     return RankRates.counted(right.tolist(), tried.tolist())
 
 
@@ -470,6 +491,9 @@ def write_medusa(heads: HeadStack, out: Path, *, tokens: Tensor | None = None, o
 
     A Markov bias is ``markov_head.markov_w1.weight`` [V, r] and ``markov_head.markov_w2.weight`` [V_d, r], with
     ``markov_rank`` in the configuration.
+
+    Args:
+        heads: a ``MedusaHeads``. out, tokens, overwrite: as for ``write_heads``.
     """
     assert isinstance(heads, MedusaHeads)
     config: dict[str, Json] = {
@@ -571,13 +595,21 @@ def read_heads(directory: str | Path, model_type: str, make: Make) -> HeadStack 
 
 
 def write_ranks(directory: Path, ranks: RankRates) -> None:
-    """Store with the heads in ``directory`` how often their choices are right, as ``rank_acceptance``."""
+    """Store with the heads in ``directory`` how often their choices are right, as ``rank_acceptance``.
+
+    Args:
+        directory: of the heads. ranks: the measured rates.
+    """
     config = read_object(directory / "config.json")
     write_json(directory / "config.json", {**config, KEY: rates_on_disk(ranks)})
 
 
 def check_heads(directory: str | Path, target: PreTrainedModel) -> None:
-    """Raise ``PeftlabError`` for heads of another vocabulary or width than the target's."""
+    """Raise ``PeftlabError`` for heads of another vocabulary or width than the target's.
+
+    Args:
+        directory: of the heads. target: the model that they are to draft for.
+    """
     config, (rows, width) = read_object(Path(directory) / "config.json"), head_weight(target).shape
     tokens, states = config.get("vocab_size"), config.get("hidden_size")
     if (tokens, states) != (rows, width):
@@ -587,7 +619,11 @@ def check_heads(directory: str | Path, target: PreTrainedModel) -> None:
 
 
 def write_hydra(heads: HydraHeads, out: Path, *, tokens: Tensor | None = None, overwrite: bool = False) -> Path:
-    """Write heads without the target's embeddings; arguments as for ``write_heads``."""
+    """Write Hydra heads as ``write_heads`` does, without the target's embeddings.
+
+    Args:
+        heads: a ``HydraHeads``. out, tokens, overwrite: as for ``write_heads``.
+    """
     config: dict[str, Json] = {
         "architectures": ["HydraModel"],
         "model_type": "hydra",
@@ -636,23 +672,39 @@ class HeadsKind(DraftKind[HeadsT]):
     @classmethod
     @abstractmethod
     def new(cls, rows: Tensor, target: PreTrainedModel, config: HeadsT) -> HeadStack:
-        """Return untrained heads whose W2 starts with ``rows`` [V, H], or is it."""
+        """Return untrained heads whose W2 starts with ``rows`` [V, H], or is it.
+
+        Args:
+            rows: the LM head, in the dtype in which W2 trains. target: the model. config: the recipe's section.
+        """
 
     @classmethod
     @abstractmethod
     def read(cls, place: str | Path, target: PreTrainedModel) -> HeadStack | ReducedHeads:
-        """Return the heads in a directory."""
+        """Return the heads in a directory.
+
+        Args:
+            place: the directory. target: whose embeddings some heads read.
+        """
 
     @classmethod
     @abstractmethod
     def write(cls, heads: HeadStack, out: Path, tokens: Tensor | None) -> None:
-        """Write heads into a directory, with the rows of ``tokens`` [V_d] alone if they are given."""
+        """Write heads into a directory.
+
+        Args:
+            heads: trained heads. out: the directory, replaced.
+            tokens: whose rows of W2 are written, [V_d]; None for all.
+        """
 
     @classmethod
     def attach_heads(cls, target: PreTrainedModel, config: HeadsT) -> HeadedModel:
-        """Return ``target``, frozen, with heads on it, new ones or those of ``config.from_``.
+        """Return ``target``, frozen, with new heads on it or those of ``config.from_``.
 
         The blocks train in fp32 where the target is in half precision. W2 stays where the LM head is, or is it.
+
+        Args:
+            target: a causal language model. config: the recipe's section.
 
         Raises:
             PeftlabError: the target has no linear LM head, or the heads to continue from are for another target or of
@@ -677,12 +729,12 @@ class HeadsKind(DraftKind[HeadsT]):
         return HeadedModel(target, heads)
 
     def check(self, target: PretrainedConfig) -> None:
-        """Refuse heads to continue from that are none."""
+        """Refuse to continue from a draft that is not of these heads."""
         why = f"contains no {self.title} heads (config.json, model_type {self.name})"
         self.check_start(self.config.from_, why)
 
     def load(self, target: PreTrainedModel) -> None:
-        """Put new heads, or those to continue from, on the target.
+        """Put new heads on the target, or those to continue from.
 
         Raises:
             PeftlabError: the method would train the LM head, whose distribution the heads learn; or see
@@ -731,7 +783,11 @@ class HeadsKind(DraftKind[HeadsT]):
 
     @classmethod
     def open_heads(cls, place: str, loader: TargetLoader) -> HeadStack | ReducedHeads:
-        """Return stored heads in the dtype and on the device of a draft."""
+        """Return stored heads in the dtype and on the device of a draft.
+
+        Args:
+            place: their directory. loader: of the target.
+        """
         check_heads(place, loader.target)
         heads = cls.read(place, loader.target)
         inner = heads.heads if isinstance(heads, ReducedHeads) else heads
@@ -744,7 +800,7 @@ class HeadsKind(DraftKind[HeadsT]):
 
     @classmethod
     def export(cls, place: str, consumer: str) -> Path | DraftExporter:
-        """Refuse: no released engine loads them."""
+        """Refuse to export: no released engine loads such heads."""
         raise PeftlabError(
             f"--for {consumer}: {place} contains {cls.title} heads, which no released engine loads; peftlab generate "
             "and peftlab draft bench do"
@@ -810,7 +866,7 @@ class HydraKind(HeadsKind[HydraDraft]):
 
 @torch.no_grad()
 def _copy_weights(stored: HeadStack | ReducedHeads, heads: HeadStack, config: HeadsConfig) -> None:
-    """Give ``heads`` the weights of stored ones; rows that those were written without stay.
+    """Copy the weights of stored heads into ``heads``; rows that were not stored keep theirs.
 
     Raises:
         PeftlabError: the stored heads are not as ``config`` asks for.
@@ -827,7 +883,7 @@ def _copy_weights(stored: HeadStack | ReducedHeads, heads: HeadStack, config: He
 
 
 def _settings(heads: HeadStack) -> str:
-    """Return what stored heads must have in common with those that continue from them, in words."""
+    """Describe in words the settings that stored heads and those that continue from them must share."""
     names = heads.state_dict()
     parts = [f"{heads.depth} heads with {len(heads.lm_heads)} LM heads (draft.heads, draft.shared_head)"]
     parts += ["biases (draft.bias)"] if any(name.endswith(".bias") for name in names) else []
@@ -837,7 +893,11 @@ def _settings(heads: HeadStack) -> str:
 
 
 def check_trunk(target: PreTrainedModel, method: MethodConfig) -> None:
-    """Refuse a method that trains the LM head's weight, whose distribution the heads learn."""
+    """Refuse a method that trains the LM head's weight, whose distribution the heads learn.
+
+    Args:
+        target: the language model. method: that the recipe injects into it.
+    """
     head = target.get_output_embeddings()
     assert head is not None
     trained = next((name for name in plan(target, method).train if target.get_parameter(name) is head.weight), None)

@@ -110,6 +110,9 @@ def fresh_config(target: PretrainedConfig, size: NewModel) -> PretrainedConfig:
     heads. The feed-forward width is in proportion, rounded to a multiple of 8. A list with an entry per layer is
     sampled evenly, its last entry included. Vocabulary, tied embeddings and positions are the target's.
 
+    Args:
+        target: its configuration. size: layers and width.
+
     Raises:
         PeftlabError: the target is of another family, or no head size divides the width.
     """
@@ -146,6 +149,9 @@ def fresh_config(target: PretrainedConfig, size: NewModel) -> PretrainedConfig:
 def fresh_model(target: PreTrainedModel, size: NewModel, dtype: torch.dtype, seed: int) -> PreTrainedModel:
     """Return a model of the target's class with random weights, the same for the same seed; in eval mode.
 
+    Args:
+        target: the model. size: layers and width. dtype: of the weights. seed: of the weights.
+
     Raises:
         PeftlabError: the class makes no model of these sizes; the library's reason is given.
     """
@@ -167,9 +173,12 @@ _APART |= {"transformers_version", "_name_or_path", "bos_token_id", "eos_token_i
 
 
 def shared_layers(target: PreTrainedModel, draft: PreTrainedModel) -> int:
-    """Return how many first layers a draft has in common with its target, number for number; at most all but its last.
+    """Return how many first layers of a draft equal its target's, number for number, not counting its last.
 
     0 where the two embed tokens differently, have another dtype, or differ in their configurations otherwise.
+
+    Args:
+        target, draft: causal language models.
     """
     ours, theirs = target.config.to_dict(), draft.config.to_dict()
     differing = {key for key in ours.keys() | theirs.keys() if ours.get(key) != theirs.get(key)}
@@ -186,6 +195,7 @@ def shared_layers(target: PreTrainedModel, draft: PreTrainedModel) -> int:
 
 
 def _adapted(draft: FlatEngine, first: int, target: Engine) -> OwnLayers | None:
+    """Return the target's first layers with the draft's others on them; None where the kernel is no flattened step."""
     if not isinstance(target, FlatEngine):
         return None
     adapted = AdaptedExit(EarlyExit(target, first), draft)
@@ -193,6 +203,7 @@ def _adapted(draft: FlatEngine, first: int, target: Engine) -> OwnLayers | None:
 
 
 def _same_tensors(one: torch.nn.Module, other: torch.nn.Module) -> bool:
+    """Return whether two modules have equal tensors by the same names."""
     ours, theirs = one.state_dict(), other.state_dict()
     return ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
 
@@ -351,7 +362,7 @@ class ModelKind(DraftKind[ModelConfigT]):
 
     @classmethod
     def export(cls, place: str, consumer: str) -> Path | DraftExporter:
-        """Return the plain model directory."""
+        """Return the plain model directory, which every consumer loads."""
         if not (Path(place) / "config.json").exists():
             raise PeftlabError(
                 f"--for {consumer}: {place} contains no plain model directory (no merged/ and no config.json); drafts "
@@ -371,7 +382,11 @@ class ModelKind(DraftKind[ModelConfigT]):
 
 
 def open_model(reference: str, loader: TargetLoader) -> tuple[PreTrainedModel, Engine, int]:
-    """Return a stored draft model, its engine, and how many logits it shares with the target."""
+    """Return a stored draft model, its engine, and how many logits it shares with the target.
+
+    Args:
+        reference: of the draft. loader: of the target.
+    """
     load_config(reference)  # a wrong name is found before any weights are read
     tokenizer: PreTrainedTokenizerBase | None = None
     with suppress(PeftlabError):  # a draft may be saved without one; then only the sizes can be compared

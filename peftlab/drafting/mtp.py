@@ -45,7 +45,7 @@ from peftlab.files import Json, member, read_object, write_json
 
 
 class MtpLayer(nn.Module):
-    """norm(layer(W [norm(E); norm(h)])): a layer of a Qwen3, whose queries and keys are normed, between map and norm.
+    """Computes norm(layer(W [norm(E); norm(h)])), the layer that of a Qwen3, with normed queries and keys.
 
     At the start W is the map to the state, and attention and MLP add 0: the layer repeats the state's direction.
     """
@@ -73,7 +73,7 @@ class MtpLayer(nn.Module):
 
 
 class Mtp(StateNetwork):
-    """One layer, used for every drafted token, on the state that the LM head reads; its output is the next such state.
+    """One layer over the state that the LM head reads, used for every drafted token; its output is the next such state.
 
     Parameters are named as in the files of speculators' ``mtp``; the LM head's rows are the target's and not written.
     """
@@ -84,16 +84,16 @@ class Mtp(StateNetwork):
         self.norm = nn.Identity()  # the layer ends with its own
 
     def fuse(self, features: Tensor) -> Tensor:
-        """See ``StateNetwork``."""
+        """Return the states as they are, in the layer's dtype; see ``StateNetwork``."""
         return features.to(self.mtp_layers[0].get_parameter("input_proj.weight").dtype)
 
     def layer(self, embedded: Tensor, states: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
-        """See ``StateNetwork``."""
+        """Return the layer's outputs; see ``StateNetwork``."""
         return self.mtp_layers[0](embedded, states, rotation, attend)
 
 
 class MtpStep(nn.Module):
-    """What ``Mtp`` computes row by row, with a cache; see ``decoding.state_drafters.FeatureNetwork``.
+    """Computes ``Mtp`` row by row with a cache; see ``decoding.state_drafters.FeatureNetwork``.
 
     Args:
         network: trained; its weights must not change any more. pack: pack them for the CPU.
@@ -109,12 +109,12 @@ class MtpStep(nn.Module):
 
     @property
     def tokens(self) -> Tensor | None:
-        """Ids of the tokens that it can draft, rising, [V_d]; None for all."""
+        """The ids of the tokens that it can draft, rising, [V_d]; None for all."""
         return self.network.tokens
 
     @property
     def device(self) -> torch.device:
-        """Where it computes."""
+        """The device on which it computes."""
         return self.network.device
 
     def fuse(self, features: Tensor) -> Tensor:
@@ -227,7 +227,7 @@ class MtpKind(StateKind[MtpDraft]):
     name = "mtp"
 
     def new(self, target: PreTrainedModel) -> Mtp:
-        """Return an untrained layer, see ``new_layer``."""
+        """Return an untrained layer, which gives the target's own next token; see ``new_layer``."""
         return new_layer(target)
 
     @classmethod
@@ -255,7 +255,7 @@ class MtpKind(StateKind[MtpDraft]):
 
     @classmethod
     def export(cls, place: str, consumer: str) -> Path | DraftExporter:
-        """Refuse: engines serve this method for families that come with such layers."""
+        """Refuse to export: engines serve this method only for families that come with such layers."""
         raise PeftlabError(
             f"--for {consumer}: {place} is an mtp draft; engines serve such layers only for targets that come with "
             "them (DeepSeek-V3, Qwen3-Next, MiMo and others). For this target train draft: {kind: eagle3}, which vllm "

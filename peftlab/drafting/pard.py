@@ -39,12 +39,16 @@ def drawn_places(count: int, length: int, retain: float, least: float) -> list[T
     too.
     Randomness comes from torch's global generator, whose state checkpoints contain.
 
+    Args:
+        count: places of the continuation. length: K. retain: share that each further mask keeps.
+        least: smallest share that is kept.
+
     Returns:
         For each i its places, rising.
     """
     kept = [torch.arange(count)]
     for i in range(1, length):
-        possible = kept[-1] + 1
+        possible = kept[-1] + 1  # i masks behind an anchor end one place after i - 1 masks behind it
         possible = possible[possible < count]
         wanted = math.floor(count * max(retain**i, least) + 1e-9)  # 100 · 0.7² is a little less than 49
         drawn = torch.randperm(len(possible))[:wanted]
@@ -67,7 +71,11 @@ class MaskRows:
 
     @classmethod
     def drawn(cls, continued: Tensor, length: int, retain: float, least: float) -> MaskRows:
-        """Draw rows behind the places of a batch that are above 0 [b, n], one run of places a text."""
+        """Draw rows behind the places of a batch that are above 0.
+
+        Args:
+            continued: [b, n], above 0 at one run of places in each text. length, retain, least: see ``drawn_places``.
+        """
         depths, places = [], []
         for line in continued.cpu() > 0:
             first, count = int(line.int().argmax()), int(line.sum())
@@ -88,6 +96,7 @@ class MaskRows:
         seen = torch.zeros(b, n + rows, n + rows, dtype=torch.bool, device=anchor.device)
         seen[:, :n, :n] = text <= text[:, None]
         seen[:, n:, :n] = text <= anchor[..., None]
+        # A mask sees the masks behind the same anchor up to its own depth, and none behind another anchor.
         seen[:, n:, n:] = (anchor[:, None] == anchor[..., None]) & (self.depth[:, None] <= self.depth[..., None])
         return seen
 
@@ -108,12 +117,16 @@ def unused_token(size: int, texts: Iterable[Sequence[int]]) -> int:
 
 
 def with_token(masks: Masks, size: int, texts: Iterable[Sequence[int]]) -> Masks:
-    """Return masks that read a token: where none is named, the highest of ``size`` ids that no text contains."""
+    """Return masks that read a token; where none is named, the highest of ``size`` ids that no text contains.
+
+    Args:
+        masks: whose token is -1 where none is named. size: of the vocabulary. texts: token ids of the training text.
+    """
     return masks if masks.token >= 0 else replace(masks, token=unused_token(size, texts))
 
 
 def parallel_states(model: nn.Module, ids: Tensor, rows: MaskRows, mask: int | Tensor) -> Tensor:
-    """Return the states that the LM head reads of texts [b, n], padded on the right, and of the rows: [b, n + R, H].
+    """Return the states that the LM head reads of texts and of rows of masks behind them, [b, n + R, H].
 
     Args:
         mask: the token that the rows read, or each row's own [b, R].
@@ -128,7 +141,7 @@ def parallel_states(model: nn.Module, ids: Tensor, rows: MaskRows, mask: int | T
 def _as_model(
     config: PretrainedConfig, visible: Tensor, positions: Tensor, dtype: torch.dtype
 ) -> Tensor | dict[str, Tensor | None] | None:
-    """Return a mask as models of transformers take it, or one for each type of layer, with the model's windows."""
+    """Return a mask in the form that models of transformers take, per type of layer, with the model's windows."""
     text = config.get_text_config(decoder=True)
     window, types = getattr(text, "sliding_window", None), set(getattr(text, "layer_types", None) or ())
 
@@ -176,7 +189,7 @@ def check_parallel(model: nn.Module, kind: str = "pard", tolerance: float = 1e-3
 
 @dataclass
 class PardLoss:
-    """The objective at every token of the continuations and at rows of masks, against the target's own at its place.
+    """Computes the objective at every token of the continuations and at rows of masks behind them.
 
     Row (i, t) is behind i masks (``MaskRows``), and i = 0 is the text: with K = 1 it is ``PairLoss``. All
     rows count alike, however many were dropped.
@@ -197,7 +210,7 @@ class PardLoss:
     rewrite: Callable[[nn.Module, Inputs], Inputs] | None = None
 
     def __call__(self, model: nn.Module, inputs: Inputs) -> Tensor:
-        """Return the sum over tokens and rows."""
+        """Return the loss summed over tokens and rows."""
         if self.rewrite is not None:
             inputs = self.rewrite(model, inputs)
         ids, weights = inputs["input_ids"], inputs["weights"]
@@ -226,7 +239,12 @@ class PardLoss:
 def measure_depths(
     target: nn.Module, draft: nn.Module, data: Dataset, length: int, mask: int, batch_size: int = 16
 ) -> list[Acceptance]:
-    """Return the acceptance of the tokens behind 0, 1, ..., ``length`` - 1 masks on the continuations of ``data``."""
+    """Return the acceptance of the tokens behind 0, 1, ..., ``length`` - 1 masks on the continuations of ``data``.
+
+    Args:
+        target, draft: causal language models. data: rows as ``text.make_dataset`` makes them. length: K.
+        mask: token that the masks read. batch_size: rows read together.
+    """
     sums = torch.zeros(length, 4, len(data), dtype=torch.float64)
     heads = head_weight(target), head_weight(draft)
     for numbers, places, ids, attention in batches(data, batch_size, heads[0].device):
@@ -248,14 +266,18 @@ _TYPE = "pard"  # the value of spd_type, as its authors write it
 
 
 def write_masks(directory: Path, masks: Masks) -> None:
-    """Name the mask in the configuration of a model, as ``pard_token``, which vLLM reads; and K."""
+    """Add the mask and K to a model's configuration, as ``pard_token``, which vLLM reads.
+
+    Args:
+        directory: of the model. masks: what the draft reads.
+    """
     config = read_object(directory / "config.json")
     added = {"pard_token": masks.token, "spd_type": _TYPE, "pard_length": masks.length}
     write_json(directory / "config.json", {**config, **added})
 
 
 def read_masks(directory: str | Path) -> Masks:
-    """Return what ``write_masks`` has written; of the files of others, which name no K, 8 tokens.
+    """Return the masks that ``write_masks`` has written; in files of others, which name no K, it is 8.
 
     Raises:
         PeftlabError: it is no token of the model, or no number.
@@ -271,7 +293,7 @@ def read_masks(directory: str | Path) -> Masks:
 
 @dataclass(frozen=True)
 class PardExport:
-    """See ``base.DraftExporter``; vLLM alone drafts so.
+    """Writes a PARD draft for vLLM, the only engine that drafts so; see ``base.DraftExporter``.
 
     Attributes:
         place: the model's directory.

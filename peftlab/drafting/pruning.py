@@ -34,7 +34,7 @@ from peftlab.tasks.batches import epoch_batches
 
 @dataclass(frozen=True)
 class SearchResult:
-    """What a search has found: ``tensors`` that make the draft, and a ``report`` for results.json."""
+    """The result of a search: ``tensors`` that make the draft, and a ``report`` for results.json."""
 
     tensors: dict[str, Tensor]
     report: Mapping[str, Json]
@@ -42,7 +42,7 @@ class SearchResult:
 
 @dataclass(frozen=True)
 class Search:
-    """A search for a draft in ``source``, the target's weights in the draft's dtype, all layers.
+    """A search for a draft in ``source``, the whole target with weights in the draft's dtype.
 
     Attributes:
         target: whose distribution the objective compares with. train: the draft's training text.
@@ -66,13 +66,20 @@ class Search:
             yield {key: value.to(device) for key, value in collate(self.train.__getitems__(rows)).items()}
 
     def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        """Return the mean of the objective over a batch's tokens."""
+        """Return the mean of the objective over a batch's tokens.
+
+        Args:
+            model: in search. batch: as ``Collate`` makes it.
+        """
         return PairLoss(self.objective, self.target)(model, batch) / batch["weights"].sum()
 
     def find(self, cache: Path, settings: Section, choose: Callable[[], SearchResult]) -> SearchResult:
-        """Return what ``choose`` returns, from ``cache`` if the same search has ended before.
+        """Return the result of ``choose``, read from ``cache`` if the same search has ended before.
 
         A resumed run reads what it began with, whatever machine it continues on.
+
+        Args:
+            cache: directory of what the target has computed. settings: of the search. choose: searches.
 
         Raises:
             PeftlabError: the file is damaged.
@@ -113,6 +120,9 @@ def choose_layers(search: Search, config: Truncation) -> SearchResult:
     Each row of a batch draws gates of its own, so that a step compares as many sets of layers as it has rows. The price
     of an open gate rises while more than ``keep`` are expected to be open and falls while fewer are: it ends where so
     many layers are worth it. All draws come from the search's seed.
+
+    Args:
+        search: of the draft. config: ``keep`` and the batches of the search.
     """
     assert config.keep is not None
     count = len(layer_stack(search.source))
@@ -131,6 +141,7 @@ def choose_layers(search: Search, config: Truncation) -> SearchResult:
         optimiser.step()
         optimiser.zero_grad()
         losses += loss.item()
+        # In units of the mean loss, so that one rate serves objectives of any size.
         price += _PRICE_RATE * (expected.item() - config.keep) / count * (losses / step)
     probabilities = logits.detach().sigmoid()
     kept = probabilities.sort(descending=True, stable=True).indices[: config.keep].sort().values
@@ -145,18 +156,26 @@ def choose_layers(search: Search, config: Truncation) -> SearchResult:
 
 
 def draw_gates(logits: Tensor, rows: int, generator: torch.Generator) -> Tensor:
-    """Return gates [rows, layers] of 0 or 1, open with probability σ(logit), whose gradient is that of soft ones.
+    """Return gates of 0 or 1, open with probability σ(logit), with the gradient of soft ones, [rows, layers].
 
     The soft gate is σ(logit + noise), the noise logistic; the hard one says whether it is above a half.
+
+    Args:
+        logits: [layers]. rows: of the batch. generator: of the noise.
     """
     noise = torch.rand(rows, len(logits), generator=generator).clamp(1e-6, 1 - 1e-6).logit()
     soft = (logits + noise).sigmoid()
+    # Straight-through: the value is the hard gate's, the gradient the soft one's.
     return (soft > 0.5).float() + (soft - soft.detach())
 
 
 @contextmanager
 def gated(model: PreTrainedModel, gates: Tensor) -> Iterator[None]:
-    """Within the block, layer i of row b gives g·F(x) + (1 − g)·x with g = ``gates`` [rows, layers] at b, i."""
+    """Gate the layers within the block: layer i of row b gives g·F(x) + (1 - g)·x.
+
+    Args:
+        model: a language model. gates: g at b, i, [rows, layers].
+    """
     handles = []
     for number, layer in enumerate(layer_stack(model)):
 
@@ -182,7 +201,7 @@ def gated(model: PreTrainedModel, gates: Tensor) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class PrunablePart:
-    """One kind of unit in each layer.
+    """One kind of unit that pruning can remove from each layer.
 
     Attributes:
         units: how many a layer has.
@@ -212,7 +231,7 @@ _HEADS = tuple(family for family in _GATED if family != "olmo2")  # which normal
 
 
 def parts(config: PretrainedConfig) -> dict[str, PrunablePart]:
-    """Return what can be pruned in a model of this configuration, by its key in ``draft.prune``; empty: nothing."""
+    """Return the prunable parts of a model of this configuration, by their keys in ``draft.prune``; maybe none."""
     found = {}
     if config.model_type in _FFN:
         writers, reader, key = _FFN[config.model_type]
@@ -255,7 +274,11 @@ def kept_units(config: PretrainedConfig, shares: Mapping[str, float]) -> dict[st
 
 @contextmanager
 def scaled(model: PreTrainedModel, scales: Mapping[str, Tensor]) -> Iterator[None]:
-    """Within the block, multiply what each unit gives by its scale, [layers, units] of each part; 0 masks it."""
+    """Multiply within the block what each unit gives by its scale; 0 masks it.
+
+    Args:
+        model: a language model. scales: of each part, [layers, units].
+    """
     known, handles = parts(model.config), []
     for name, scale in scales.items():
         part = known[name]
@@ -317,11 +340,12 @@ def pruned(
 
 
 def _places(kept: Tensor, width: int) -> Tensor:
-    """Return the rows of units that have ``width`` numbers each, one after the other."""
+    """Return the rows of units that have ``width`` numbers each, [kept] -> [kept · width]."""
     return (kept[:, None] * width + torch.arange(width, device=kept.device)).flatten()
 
 
 def _select(tensors: dict[str, Tensor], module: str, rows: Tensor, along: int) -> None:
+    """Replace a module's weight by its rows or columns ``rows``, taken along dimension ``along``."""
     weight = tensors[f"{module}.weight"]
     tensors[f"{module}.weight"] = weight.index_select(along, rows.to(weight.device))
 
@@ -345,6 +369,9 @@ def choose_units(search: Search, config: Pruning) -> SearchResult:
 
     With several rounds each prunes the same share of what is left (iterative pruning); ``rewind`` starts each from the
     target's weights, and leaves the draft with them.
+
+    Args:
+        search: of the draft. config: shares, rounds and whether to rewind.
     """
     counts = {name: part.units for name, part in parts(search.source.config).items()}
     final = kept_units(search.source.config, config.shares())
@@ -369,7 +396,11 @@ def choose_units(search: Search, config: Pruning) -> SearchResult:
 
 
 def pruned_draft(source: PreTrainedModel, tensors: Mapping[str, Tensor]) -> PreTrainedModel:
-    """Return the draft of what ``choose_units`` found, in ``source``'s dtype and on the CPU."""
+    """Return the draft that ``choose_units`` has found, in the dtype of ``source`` and on the CPU.
+
+    Args:
+        source: the whole model. tensors: of the search's result.
+    """
     small = pruned(source, {name: t for name, t in tensors.items() if not name.startswith("weights.")})
     weights = {name.removeprefix("weights."): t for name, t in tensors.items() if name.startswith("weights.")}
     if weights:
@@ -378,7 +409,7 @@ def pruned_draft(source: PreTrainedModel, tensors: Mapping[str, Tensor]) -> PreT
 
 
 def _start_round(source: PreTrainedModel, alive: Masks) -> tuple[PreTrainedModel, dict[str, Tensor]]:
-    """Return a copy of the model in fp32 whose layers train, and coefficients of one."""
+    """Return a copy of the model in fp32 whose layers train, and coefficients that start at one."""
     model = copy.deepcopy(source).float()
     model.requires_grad_(False)
     layer_stack(model).requires_grad_(True)
@@ -395,7 +426,7 @@ def _round(
     alive: Masks,
     kept: Mapping[str, int],
 ) -> tuple[Masks, dict[str, Json]]:
-    """Train until the masks stand, or ``config.steps`` steps; return the last masks and how that went."""
+    """Train until the masks are stable, or ``config.steps`` steps; return the last masks and a record."""
     masked = {name: mask.to(coefficients[name]) for name, mask in alive.items()}
     weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [{"params": weights, "lr": _WEIGHTS_LR}, {"params": list(coefficients.values()), "lr": _COEFFICIENTS_LR}]
@@ -423,12 +454,20 @@ def _round(
 
 
 def largest(scores: Tensor, alive: Tensor, kept: int) -> Tensor:
-    """Return the mask of each row's ``kept`` largest scores [layers, units] among those alive; of equals the first."""
+    """Return the mask of each row's ``kept`` largest scores among those alive; among equals the first win.
+
+    Args:
+        scores: [layers, units]. alive: booleans, [layers, units]. kept: units of a layer.
+    """
     order = scores.masked_fill(~alive, -1.0).sort(dim=1, descending=True, stable=True).indices
     return torch.zeros_like(alive).scatter_(1, order[:, :kept], True)
 
 
 def distance(masks: Masks, others: Masks) -> float:
-    """Return the share of the units on which two sets of masks differ."""
+    """Return the share of the units on which two sets of masks differ.
+
+    Args:
+        masks, others: by part, [layers, units].
+    """
     differ = sum(int((masks[name] != others[name]).sum()) for name in masks)
     return differ / sum(mask.numel() for mask in masks.values())

@@ -54,7 +54,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class EagleShape:
-    """The sizes of a network, those of a layer of a Llama.
+    """The sizes and flags of a network on the target's states, those of a layer of a Llama.
 
     Attributes:
         features: layers of the target, rising, whose entering states are fused.
@@ -83,13 +83,17 @@ class EagleShape:
 
 
 def default_features(layers: int) -> tuple[int, ...]:
-    """Return which of the target's layers give their entering states: 2, L/2 and L - 3, spread out below 7 layers."""
+    """Return the layers whose entering states are read by default: 2, L/2 and L - 3, spread evenly below 7 layers."""
     three = (2, layers // 2, layers - 3) if layers >= 7 else (layers // 4, layers // 2, layers - 1)
     return tuple(sorted(set(three)))
 
 
 def shape_for(target: PretrainedConfig, features: tuple[int, ...] | None = None) -> EagleShape:
-    """Return the sizes of a network for a target: those of its own layers, where it names them as a Llama does."""
+    """Return a network's sizes for a target: those of the target's layers, where it names them as a Llama does.
+
+    Args:
+        target: configuration. features: layers whose entering states are read; None: ``default_features``.
+    """
     config = target.get_text_config(decoder=True)
     width = config.hidden_size
     heads = getattr(config, "num_attention_heads", None)
@@ -114,7 +118,7 @@ def shape_for(target: PretrainedConfig, features: tuple[int, ...] | None = None)
 
 
 class RMSNorm(nn.Module):
-    """h / rms(h) · w, the root mean square in float32."""
+    """Computes h / rms(h) · w, with the root mean square in float32, [..., size] -> [..., size]."""
 
     def __init__(self, size: int, eps: float):
         super().__init__()
@@ -126,7 +130,7 @@ class RMSNorm(nn.Module):
 
 
 class LayerAttention(nn.Module):
-    """Attention of a layer.
+    """Attention of one layer, whose keys and values ``attend`` stores and reads.
 
     Args:
         width: of what queries, keys and values are read from. norms: whether queries and keys of each head are normed.
@@ -155,7 +159,7 @@ class LayerAttention(nn.Module):
 
 
 class LayerMLP(nn.Module):
-    """down(SiLU(gate h) · up h)."""
+    """Computes down(SiLU(gate h) · up h), [..., H] -> [..., H]."""
 
     def __init__(self, shape: EagleShape):
         super().__init__()
@@ -168,7 +172,7 @@ class LayerMLP(nn.Module):
 
 
 class StateNetwork(nn.Module):
-    """What drafts from the target's states with frozen rows of its LM head, token by token on its own output.
+    """A network that drafts from the target's states with frozen rows of its LM head, token by token.
 
     Row t reads token t + 1 and a state of the target, or in its place the output of row t - 1; its output is the state
     of the next row and gives the logits of token t + 2.
@@ -199,13 +203,21 @@ class StateNetwork(nn.Module):
         self.draft_only(head, tokens)
 
     def draft_only(self, head: Tensor, tokens: Tensor | None) -> None:
-        """Draft ``tokens`` [V_d] alone, with these rows [V_d, H] of the LM head; None for all."""
+        """Restrict the network to drafting ``tokens``.
+
+        Args:
+            head: their rows of the LM head, [V_d, H]. tokens: ids, rising, [V_d]; None for all.
+        """
         self.lm_head.weight = nn.Parameter(head.detach(), requires_grad=False)
         self.lm_head.out_features = len(head)
         self.tokens = tokens
 
     def parts_to(self, dtype: torch.dtype, device: torch.device | None = None) -> None:
-        """Convert the layer, its norms and the rows of the LM head; the embeddings stay as the target has them."""
+        """Convert the layer, its norms and the rows of the LM head; the embeddings stay as the target has them.
+
+        Args:
+            dtype: of the weights. device: where they go; None: they stay.
+        """
         for part in self.children():
             part.to(device, dtype)
 
@@ -220,11 +232,11 @@ class StateNetwork(nn.Module):
             self.draft_only(head, self.tokens)
 
     def get_output_embeddings(self) -> nn.Module:
-        """Return the rows of the LM head, which no method takes for a linear map of the layer."""
+        """Return the rows of the LM head, so that no method takes them for a linear map of the layer."""
         return self.lm_head
 
     def draft_ids(self, ids: Tensor) -> Tensor:
-        """Return the places of token ids among ``tokens``, -1 for those that cannot be drafted."""
+        """Return each token id's place among ``tokens``, or -1 if it cannot be drafted, [...] -> [...]."""
         if self.tokens is None:
             return ids
         places = torch.full((self.vocab_size,), -1, device=ids.device)
@@ -233,24 +245,33 @@ class StateNetwork(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where it computes."""
+        """The device on which it computes."""
         return self.lm_head.weight.device
 
     def fuse(self, features: Tensor) -> Tensor:
-        """Return the states that are read for the target's, [..., F] -> [..., H]."""
+        """Return the states that the layer reads, from the target's, [..., F] -> [..., H]."""
         raise NotImplementedError
 
     def layer(self, embedded: Tensor, states: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
-        """Return the outputs of rows that read these embeddings and states, [b, n, H] each."""
+        """Return the outputs of rows that read these embeddings and states, [b, n, H].
+
+        Args:
+            embedded: embeddings of the tokens that are read, [b, n, H]. states: [b, n, H].
+            rotation: cosines and sines of the positions, [b or 1, 1, n, D] each. attend: see ``Attend``.
+        """
         raise NotImplementedError
 
     def rows(self, tokens: Tensor, states: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Return the outputs of rows that read these tokens [b, n] and states [b, n, H] at [b or 1, n], [b, n, H]."""
+        """Return the outputs of rows that read these tokens and states, [b, n, H].
+
+        Args:
+            tokens: [b, n]. states: [b, n, H]. positions: [b or 1, n]. attend: see ``Attend``.
+        """
         embedded = F.embedding(tokens, self.embedding).to(states.dtype)
         return self.layer(embedded, states, self._rotation(positions, states.dtype), attend)
 
     def read_by_head(self, states: Tensor) -> Tensor:
-        """Return what the LM head reads of outputs, [..., H] -> [..., H]."""
+        """Return what the LM head reads for these outputs, [..., H] -> [..., H]."""
         return self.norm(states)
 
     def logits(self, states: Tensor) -> Tensor:
@@ -258,7 +279,7 @@ class StateNetwork(nn.Module):
         return self.lm_head(self.read_by_head(states))
 
     def _rotation(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Cosines and sines, [b or 1, 1, n, D]."""
+        """Return cosines and sines of the rotary angles, [b or 1, 1, n, D] each."""
         angles = (positions[:, None, :, None].float() * self.angles).repeat(1, 1, 1, 2)
         return angles.cos().to(dtype), angles.sin().to(dtype)
 
@@ -276,7 +297,7 @@ class EagleModel(nn.Module):
         self.trunk, self.network = trunk, network
 
     def forward(self, known: Tensor | None = None, **inputs: object) -> ModelOutput | Tensor:
-        """Return what the target returns, or what is known already: DDP gathers gradients after a forward pass only."""
+        """Return the target's output, or ``known``: DDP gathers gradients only after a forward pass."""
         return self.trunk(**inputs) if known is None else known
 
     def get_output_embeddings(self) -> nn.Module | None:
@@ -286,7 +307,7 @@ class EagleModel(nn.Module):
 
 @dataclass
 class StepAttention:
-    """Attention of the training-time test, called once for each step.
+    """Attention of the training-time test, called once for each of its steps.
 
     Row t of step k sees the keys of step 0 up to its own position, and its own rows of steps 1 to k: what it would see
     when it drafts its k + 1st token after the target has read t tokens. Rows are padded on the right, so that no row of
@@ -297,7 +318,7 @@ class StepAttention:
     values: list[Tensor] = field(default_factory=list)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q [b, heads, n, D], k and v [b, kv_heads, n, D] -> [b, heads, n, D]."""
+        """Return what queries read: q [b, heads, n, D], k and v [b, kv_heads, n, D] -> [b, heads, n, D]."""
         groups = q.shape[1] // k.shape[1]
         self.keys.append(k.repeat_interleave(groups, 1))
         self.values.append(v.repeat_interleave(groups, 1))
@@ -305,6 +326,7 @@ class StepAttention:
         if not own:
             return F.scaled_dot_product_attention(q, first, self.values[0], is_causal=True)
         n, q = q.shape[2], q * q.shape[-1] ** -0.5
+        # Of the keys of steps 1 to k a row sees those at its own place alone: one product each, no n × n scores.
         later = torch.ones(n, n, dtype=torch.bool, device=q.device).triu(1)
         earlier = (q @ first.mT).masked_fill(later, -torch.inf)  # [b, heads, n, n]
         mine = torch.stack([(q * key).sum(-1) for key in own], -1)  # [b, heads, n, k]
@@ -333,23 +355,28 @@ def unroll(network: StateNetwork, features: Tensor, ids: Tensor, steps: int) -> 
 
 
 def predictions(places: Tensor, ahead: int) -> Tensor:
-    """Return which rows count of those that are ``ahead`` of the target's, [b, n] -> [b, n - ahead].
+    """Return which rows of a step count, each compared with the target's row ``ahead`` later, [b, n - ahead].
 
     Row t is compared with the target's row t + ahead. It counts if that one predicts a token of the continuation, and
     if the first token that row t drafts is one, too: drafting starts after the prompt.
 
     Args:
         places: which of the target's rows predict a token of the continuation, [b, n].
+        ahead: 1 for step 0, and one more for each step after it.
     """
     n = places.shape[1]
     return (places[:, 1 : n - ahead + 1] > 0) & (places[:, ahead:] > 0)
 
 
 class KnownStates(Protocol):
-    """States of texts that were computed before."""
+    """A store of states of texts that were computed before."""
 
     def read(self, ids: Tensor, mask: Tensor) -> Tensor:
-        """Return the states of a batch that ``target_states`` returns, next to each other, [b, n, F + H]."""
+        """Return both states of ``target_states``, next to each other, [b, n, F + H].
+
+        Args:
+            ids: the batch's texts, [b, n]. mask: 1 where there is text, [b, n].
+        """
         ...
 
 
@@ -375,7 +402,7 @@ def target_states(
 
 @dataclass
 class FeatureLoss:
-    """Σ_k decay^k · (D(p_{t+1+k} ‖ q of step k at row t) + ρ · SmoothL1), over the tokens that the network can draft.
+    """Computes Σ_k decay^k · (D(p_{t+1+k} ‖ q of step k at row t) + ρ · SmoothL1) over the draftable tokens.
 
     The target's distribution is restricted to these tokens, and its logits are those of the network's own frozen rows
     of the LM head; for ``ce`` a token of the text that cannot be drafted does not count. SmoothL1 is the mean
@@ -413,7 +440,7 @@ class FeatureLoss:
             else:
                 target, target_head = theirs.to(head.dtype), head
             mean = chunked_loss(mine, head, target, target_head, self.objective.name, settings=self.objective.settings)
-            total = total + self.decay**k * mean * len(mine)
+            total = total + self.decay**k * mean * len(mine)  # the mean as a sum: the caller divides by all tokens
         if not total.requires_grad:  # every continuation is too short to look ahead: nothing to learn, but a graph
             total = total + 0 * sum(p.sum() for p in network.parameters())
         return total
@@ -421,7 +448,12 @@ class FeatureLoss:
 
 @torch.no_grad()
 def measure_features(model: EagleModel, data: Dataset, steps: int, batch_size: int = 16) -> list[Acceptance]:
-    """Return the acceptance of each step's predictions by the target, as in training: the text is read, not drafted."""
+    """Return the acceptance of each step's predictions by the target, reading the text as in training.
+
+    Args:
+        model: target and network. data: rows as ``text.make_dataset`` makes them. steps: of the training-time test.
+        batch_size: rows read together.
+    """
     network, head = model.network, head_weight(model)
     sums = torch.zeros(steps, 4, len(data), dtype=torch.float64)
     for rows, places, ids, mask in batches(data, batch_size, head.device):
@@ -440,7 +472,7 @@ _BATCH = 8  # texts that the target reads together
 
 
 class StoredStates:
-    """States of texts, mapped from files: what is not read takes no memory.
+    """States of texts, mapped from files, so that only what is read takes memory.
 
     Args:
         states: [n, F + H] in bfloat16 of each text, by its n tokens: the states that the network reads, and the one
@@ -451,7 +483,11 @@ class StoredStates:
         self._states = states
 
     def read(self, ids: Tensor, mask: Tensor) -> Tensor:
-        """Return the states of a batch of these texts, [b, n, F + H]; zeros where the mask [b, n] is 0."""
+        """Return the states of a batch of these texts, [b, n, F + H]; zeros where the mask is 0.
+
+        Args:
+            ids: [b, n]. mask: [b, n], 1 where there is text.
+        """
         lines = zip(ids.tolist(), mask.sum(1).tolist(), strict=True)
         found = pad_sequence([self._states[tuple(line[:length])] for line, length in lines], batch_first=True)
         return F.pad(found, (0, 0, 0, ids.shape[1] - found.shape[1])).to(ids.device)
@@ -459,7 +495,7 @@ class StoredStates:
 
 @torch.no_grad()
 def store_states(model: EagleModel, texts: Sequence[Sequence[int]], cache: Path, most: float) -> StoredStates:
-    """Compute what is not in ``cache`` yet, file by file, each whole; return the states of all texts.
+    """Compute the states that are not in ``cache`` yet, file by file, and return the states of all texts.
 
     Args:
         cache: directory of data sets; the states are in one named by a digest of weights, layers and text.
@@ -511,7 +547,7 @@ def _check_room(cache: Path, each: int, tokens: int, missing: int, most: float) 
 
 
 def _computed(model: EagleModel, texts: Sequence[tuple[int, ...]]) -> dict[str, Tensor]:
-    """Return each text's states by its number."""
+    """Compute the states of each text, [n, F + H] in bfloat16, by the text's number."""
     device = head_weight(model).device
     found: dict[str, Tensor] = {}
     for start in range(0, len(texts), _BATCH):
@@ -549,7 +585,7 @@ def measure_ranks(model: EagleModel, data: Dataset, batch_size: int, depth: int)
             )
             right[k] += hits.sum(0).cpu().double()
             tried[k] += len(hits)
-            alive = alive.masked_scatter(alive, hits.any(-1))
+            alive = alive.masked_scatter(alive, hits.any(-1))  # a tree goes on only below a right choice
     return RankRates.counted(right.tolist(), tried.tolist())
 
 
@@ -559,7 +595,7 @@ FORMAT = "0.9.0"  # of speculators, whose names these are
 
 
 def token_maps(network: StateNetwork) -> dict[str, Tensor]:
-    """Return which tokens a network drafts, as it is written; nothing where it drafts all.
+    """Return the tensors that tell which tokens a network drafts; none where it drafts all.
 
     ``d2t`` is the target's id of each drafted token less its place, ``t2d`` which of the target's tokens are drafted.
     """
@@ -572,7 +608,10 @@ def token_maps(network: StateNetwork) -> dict[str, Tensor]:
 
 
 def drafted_tokens(tensors: dict[str, Tensor], drafted: int, vocabulary: int, directory: Path) -> Tensor | None:
-    """Take ``token_maps`` out of a file's tensors; return the tokens [V_d], None for all.
+    """Remove ``token_maps`` from a file's tensors and return the tokens [V_d]; None for all.
+
+    Args:
+        tensors: of the file, by name; changed in place. drafted: V_d. vocabulary: V. directory: for messages.
 
     Raises:
         PeftlabError: they are not a map of ``drafted`` tokens.
@@ -589,7 +628,11 @@ def drafted_tokens(tensors: dict[str, Tensor], drafted: int, vocabulary: int, di
 
 
 def layer_config(shape: EagleShape, dtype: torch.dtype) -> dict[str, Json]:
-    """Return a network's layer as the configuration of a Llama."""
+    """Return the configuration of a network's layer, as that of a Llama.
+
+    Args:
+        shape: sizes. dtype: of the stored weights.
+    """
     layer: dict[str, Json] = {
         "model_type": "llama",
         "vocab_size": shape.vocab_size,
@@ -615,7 +658,11 @@ def layer_config(shape: EagleShape, dtype: torch.dtype) -> dict[str, Json]:
 
 
 def decoding_config(algorithm: str, *, target: str, architecture: str, tokens: int) -> dict[str, Json]:
-    """Return how a draft decodes, in speculators' layout; arguments as for ``write_eagle``."""
+    """Return the section of speculators' layout on how a draft decodes.
+
+    Args:
+        algorithm: name of the method. target, architecture, tokens: as for ``eagle.write_eagle``.
+    """
     method: dict[str, Json] = {"proposal_type": "greedy", "speculative_tokens": tokens}
     return {
         "algorithm": algorithm,
@@ -626,13 +673,20 @@ def decoding_config(algorithm: str, *, target: str, architecture: str, tokens: i
 
 
 def check_written(tensors: dict[str, Tensor], back: dict[str, Tensor], directory: Path) -> None:
-    """Raise ``PeftlabError`` where the tensors that were read back are not those that were written."""
+    """Raise ``PeftlabError`` where the tensors that were read back are not those that were written.
+
+    Args:
+        tensors: written, by name. back: read back. directory: for messages.
+    """
     if back.keys() != tensors.keys() or any(not torch.equal(tensor, back[name]) for name, tensor in tensors.items()):
         raise PeftlabError(f"{directory}: what was written is not what was trained; nothing was left behind")
 
 
 def sizes(layer: dict[str, Json], file: Path) -> EagleShape:
-    """Return the sizes of a network by the configuration of its layer; it names no features.
+    """Return the sizes of a network from the configuration of its layer, without features.
+
+    Args:
+        layer: the configuration. file: which contains it, for messages.
 
     Raises:
         PeftlabError: they are not those of a layer.
@@ -655,7 +709,11 @@ def sizes(layer: dict[str, Json], file: Path) -> EagleShape:
 
 
 def check_embedding(shape: EagleShape, embedding: Tensor, directory: Path) -> None:
-    """Raise ``PeftlabError`` where a target's embeddings [V, H] are not those that a network reads."""
+    """Raise ``PeftlabError`` where a target's embeddings [V, H] are not those that a network reads.
+
+    Args:
+        shape: of the network. embedding: the target's, [V, H]. directory: of the network, for messages.
+    """
     if tuple(embedding.shape) != (shape.vocab_size, shape.hidden_size):
         raise PeftlabError(
             f"{directory}: for states of {shape.hidden_size} and {shape.vocab_size} tokens, but the target has "
@@ -664,7 +722,11 @@ def check_embedding(shape: EagleShape, embedding: Tensor, directory: Path) -> No
 
 
 def check_shapes(blank: dict[str, Tensor], tensors: dict[str, Tensor], directory: Path) -> None:
-    """Raise ``PeftlabError`` where tensors have other names or shapes than those of an empty network."""
+    """Raise ``PeftlabError`` where tensors have other names or shapes than those of an empty network.
+
+    Args:
+        blank: state dict of an empty network. tensors: of a file. directory: for messages.
+    """
     wanted, found = ({(name, tuple(tensor.shape)) for name, tensor in of.items()} for of in (blank, tensors))
     if wanted != found:
         odd = sorted({name for name, _ in wanted ^ found})
@@ -675,7 +737,7 @@ StateT = TypeVar("StateT", bound=StateConfig)
 
 
 class StateKind(DraftKind[StateT]):
-    """A network on the target's states: put on the target, trained with it frozen, measured, and stored.
+    """A network on the target's states, trained with the target frozen.
 
     A kind says what a new network is (``new``), how it is read (``read``) and written (``write``), and which module
     computes it while it drafts (``step``).
@@ -694,16 +756,28 @@ class StateKind(DraftKind[StateT]):
     @classmethod
     @abstractmethod
     def read(cls, place: str | Path, target: PreTrainedModel) -> StateNetwork:
-        """Return the network in a directory, on the CPU but for what is the target's."""
+        """Return the network in a directory, on the CPU but for what is the target's.
+
+        Args:
+            place: the directory. target: whose embeddings and LM head it reads.
+        """
 
     @abstractmethod
     def write(self, directory: Path, *, architecture: str, tokens: int) -> None:
-        """Write the network into an existing directory; arguments as for ``decoding_config``."""
+        """Write the network into an existing directory.
+
+        Args:
+            directory: for its files. architecture, tokens: as for ``eagle.write_eagle``.
+        """
 
     @classmethod
     @abstractmethod
     def step(cls, network: StateNetwork, pack: bool = True) -> FeatureNetwork:
-        """Return what computes a network while it drafts; ``pack``: with its weights packed for the CPU."""
+        """Return the module that computes a network row by row while it drafts.
+
+        Args:
+            network: trained. pack: pack its weights for the CPU.
+        """
 
     @property
     def injected(self) -> nn.Module:
@@ -716,7 +790,7 @@ class StateKind(DraftKind[StateT]):
         return trainable_dtype(head_weight(self.target))
 
     def check(self, target: PretrainedConfig) -> None:
-        """Refuse a draft to continue from that is none."""
+        """Refuse to continue from a draft of another kind."""
         why = f"is no {self.name} draft (config.json, speculators_model_type {self.name})"
         self.check_start(self.config.from_, why)
 
@@ -747,7 +821,11 @@ class StateKind(DraftKind[StateT]):
         self.base = self.recipe.target if self.recipe.method is None else str(start)
 
     def start(self, place: str, target: PreTrainedModel) -> StateNetwork:
-        """Return the stored network that training continues."""
+        """Return the stored network from which training continues.
+
+        Args:
+            place: its directory. target: the model.
+        """
         return self.read(place, target)
 
     def prepare(self, train: Dataset) -> None:
@@ -786,7 +864,7 @@ class StateKind(DraftKind[StateT]):
         return network.tokens
 
     def calibrate(self, held_out: Dataset, batch_size: int) -> None:
-        """Measure on held-out text how often each choice of the network is right, and store it with it."""
+        """Measure on held-out text how often each choice of the network is right, and store the rates with it."""
         write_ranks(self.stored, measure_ranks(self.model, held_out, batch_size, FeatureDrafter.depth))
 
     def drafter(self, saved: SavedDraft | None) -> ServedDraft | None:
@@ -815,7 +893,11 @@ class StateKind(DraftKind[StateT]):
     @classmethod
     @abstractmethod
     def check_layers(cls, place: str, network: StateNetwork, layers: int) -> None:
-        """Raise ``PeftlabError`` where a network reads states that a target of so many layers does not have."""
+        """Raise ``PeftlabError`` where a network reads states that a target of so many layers does not have.
+
+        Args:
+            place: of the network, for messages. network: as stored. layers: of the target.
+        """
 
     @classmethod
     def update(cls, config: StateT, newest: Path, log: Path) -> StateT:

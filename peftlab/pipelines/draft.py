@@ -326,7 +326,7 @@ def _accelerator(recipe: DraftRecipe, run_dir: Path, device: str) -> Accelerator
 
 
 @dataclass
-class Text:
+class SourceText:
     """The data of a recipe, before the target has written anything.
 
     Attributes:
@@ -342,7 +342,7 @@ class Text:
 
 
 @dataclass
-class Sets:
+class ExampleSets:
     """Tokenised examples: the training set, and held-out ones by split, the one that decides first.
 
     Attributes:
@@ -368,7 +368,7 @@ def with_served_model(recipe: DraftRecipe) -> DraftRecipe:
     return recipe.model_copy(update={"data": data})
 
 
-def read_text(recipe: DraftRecipe) -> Text:
+def read_text(recipe: DraftRecipe) -> SourceText:
     """Read prompts and requests and check them against the target's context and tokenizer: no weights yet."""
     data, options = recipe.data, model_options(recipe)
     config = load_config(recipe.target, **options)
@@ -394,10 +394,10 @@ def read_text(recipe: DraftRecipe) -> Text:
     lengths += [len(request.prompt) + len(request.response) for request in requests]
     check_room(lengths, limit, "the target's context; shorten the prompts or data.max_new_tokens")
     check_room(lengths, recipe.train.max_length, "train.max_length; raise it, or shorten data.max_new_tokens")
-    return Text(config, tokenizer, prompts, requests, max(lengths))
+    return SourceText(config, tokenizer, prompts, requests, max(lengths))
 
 
-def make_draft(recipe: DraftRecipe, text: Text, directory: Path, device: torch.device) -> DraftKind[DraftConfig]:
+def make_draft(recipe: DraftRecipe, text: SourceText, directory: Path, device: torch.device) -> DraftKind[DraftConfig]:
     """Return the draft that a recipe asks for, not loaded yet."""
     kind: type[DraftKind[DraftConfig]] = resolve(DRAFTS.find(recipe.draft.kind).kind)
     return kind(recipe, text.tokenizer, directory, device, text.longest)
@@ -420,12 +420,12 @@ def model_options(recipe: DraftRecipe) -> Attributes:
 
 def make_sets(
     recipe: DraftRecipe,
-    text: Text,
+    text: SourceText,
     targets: Sequence[PreTrainedModel],
     eos: frozenset[int],
     cache: Path,
     first: AbstractContextManager[object],
-) -> Sets:
+) -> ExampleSets:
     """Let each target write what it has not written yet, and split it; served requests are split by age.
 
     Args:
@@ -461,11 +461,11 @@ def make_sets(
         for name, requests in held.items()
     }
     examples = make_dataset(train, stored, teachers=teachers if several else None)
-    return Sets(examples, splits, prompts, digest, served)
+    return ExampleSets(examples, splits, prompts, digest, served)
 
 
 def _continuations(
-    recipe: DraftRecipe, text: Text, model: PreTrainedModel, eos: frozenset[int], cache: Path
+    recipe: DraftRecipe, text: SourceText, model: PreTrainedModel, eos: frozenset[int], cache: Path
 ) -> tuple[Sequence[Request | None], ServedText | None]:
     """Return the target's continuations, written here or by the endpoint; of its answers, None for a dropped one."""
     data = recipe.data
@@ -488,7 +488,7 @@ def _without_dropped(written: Sequence[Request | None], served: ServedText | Non
     return kept
 
 
-def training_problem(recipe: DraftRecipe, draft: DraftKind[DraftConfig], sets: Sets) -> TrainingProblem:
+def training_problem(recipe: DraftRecipe, draft: DraftKind[DraftConfig], sets: ExampleSets) -> TrainingProblem:
     """Return what is trained: the draft on ``sets.train``; its acceptance on the first held-out split decides."""
     objective = make_objective(recipe.objective)
     kept = [objective.kept(tokens) for tokens in sets.train["kept"]]
@@ -520,7 +520,7 @@ def _start_run_directory(
     recipe: DraftRecipe,
     directory: Claim,
     draft: DraftKind[DraftConfig],
-    sets: Sets,
+    sets: ExampleSets,
     accelerator: Accelerator,
     digest: str,
 ) -> None:
@@ -547,7 +547,7 @@ def _base_revision(recipe: DraftRecipe, draft: DraftKind[DraftConfig]) -> str | 
     return recipe.revision if draft.base == recipe.target else None
 
 
-def save_draft(recipe: DraftRecipe, draft: DraftKind[DraftConfig], sets: Sets) -> torch.Tensor | None:
+def save_draft(recipe: DraftRecipe, draft: DraftKind[DraftConfig], sets: ExampleSets) -> torch.Tensor | None:
     """Write adapter, merged model and what else such drafts consist of; return the reduced vocabulary, if any."""
     run_dir = draft.directory
     if is_injected(draft.injected):
@@ -574,7 +574,7 @@ def _results(
     recipe: DraftRecipe,
     draft: DraftKind[DraftConfig],
     progress: Progress,
-    sets: Sets,
+    sets: ExampleSets,
     before: Scores,
     parameters: tuple[int, int],
     accelerator: Accelerator,
@@ -619,7 +619,7 @@ def _results(
     )
 
 
-def _held_out(draft: DraftKind[DraftConfig], sets: Sets) -> HeldOutRates:
+def _held_out(draft: DraftKind[DraftConfig], sets: ExampleSets) -> HeldOutRates:
     """Return the acceptance of the trained draft on each example of the first held-out split."""
     data = next(iter(sets.held_out.values()))
     rates = [draft.score(draft.model, data.select([i]), 1)["acceptance"] for i in range(len(data))]
@@ -631,7 +631,7 @@ def _measure(
     recipe: DraftRecipe,
     draft: DraftKind[DraftConfig],
     spec: TrainingProblem,
-    sets: Sets,
+    sets: ExampleSets,
     saved: SavedDraft,
     results: DraftResults,
 ) -> None:
@@ -655,7 +655,7 @@ def _measure(
         save_acceptance_head(head, run_dir / HEAD_FILE)
 
 
-def _samples(sets: Sets) -> list[dict[str, torch.Tensor]]:
+def _samples(sets: ExampleSets) -> list[dict[str, torch.Tensor]]:
     """Return up to 16 held-out examples as model inputs."""
     data = next(iter(sets.held_out.values()))
     batch = Collate()([data[i] for i in range(min(16, len(data)))])

@@ -326,7 +326,7 @@ class Writer:
                 on_text(piece)
 
         sampling, rule = options.sampling(), options.lossy_rule()
-        departure = None if rule is None else DistanceMeter(rule, sampling)
+        meter = None if rule is None else DistanceMeter(rule, sampling)
         began = time.perf_counter()
         result = decode(
             self.pair.target,
@@ -336,7 +336,7 @@ class Writer:
             policy=self.policy,
             sampling=sampling if seed is None else replace(sampling, seed=seed),
             on_tokens=lambda _, tokens: show(stream.add(tokens)),
-            observe=departure,
+            observe=meter,
             lossy=rule,
             verifier=options.verifier(),
         )[0]
@@ -344,7 +344,7 @@ class Writer:
         show(stream.finish())
         found = acceptance_statistics([result])
         tau, acceptance = (found.tau, found.acceptance) if self.drafter else (None, None)
-        lossy = None if departure is None else departure.result()
+        lossy = None if meter is None else meter.result()
         weights = stored_weights(self.pair, options)
         return GeneratedText("".join(pieces), result.tokens, result.reason, seconds, tau, acceptance, lossy, weights)
 

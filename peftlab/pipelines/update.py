@@ -45,8 +45,8 @@ from peftlab.models.pretrained import load_tokenizer
 from peftlab.pipelines.directory import RUN
 from peftlab.pipelines.draft import (
     DraftResults,
-    Sets,
-    Text,
+    ExampleSets,
+    SourceText,
     load_target,
     make_draft,
     make_sets,
@@ -250,7 +250,7 @@ class _Live:
     run: Path
     start: Path
     recipe: DraftRecipe
-    text: Text
+    text: SourceText
     target: PreTrainedModel
     accelerator: Accelerator
     every: int
@@ -410,7 +410,7 @@ class _Live:
             inject(draft.injected, injected_method(recipe.method, recipe.train))
         if recipe.train.gradient_checkpointing and draft.separate:
             draft.adapted.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        sets = Sets(examples, {"window": make_dataset([each.request for each in newest])}, [], "", None)
+        sets = ExampleSets(examples, {"window": make_dataset([each.request for each in newest])}, [], "", None)
         with staged_directory(self._stored(number), "draft", overwrite=True) as staging:
             draft.directory = staging
             problem = replace(training_problem(recipe, draft, sets), new=False)

@@ -16,10 +16,10 @@ from peftlab.drafting.early_exit import (
     LayerDropout,
     dropout_growth,
     dropout_rates,
-    enabled,
     exit_weights,
     find_exit,
-    shares,
+    loss_shares,
+    training_exits,
 )
 from peftlab.drafting.objectives import Objective
 from peftlab.drafting.states import forward_hidden
@@ -46,20 +46,20 @@ def test_weights_of_exits() -> None:
     assert exit_weights([1, 2, 3, 4, 5], layers, scale) == pytest.approx(paper)
     assert exit_weights([2, 4], layers, scale) == pytest.approx([paper[1], paper[3], paper[5]])
     assert exit_weights([2, 4], layers, None) == [1, 1, 1]
-    assert shares([1, 3, 4], [True, True]) == [1 / 8, 3 / 8, 1 / 2]
-    assert shares([1, 3, 4], [False, True]) == [0, 3 / 7, 4 / 7]
+    assert loss_shares([1, 3, 4], [True, True]) == [1 / 8, 3 / 8, 1 / 2]
+    assert loss_shares([1, 3, 4], [False, True]) == [0, 3 / 7, 4 / 7]
 
 
 def test_curricula() -> None:
-    rotated = [enabled("rotational", 5, t, 100, 2) for t in range(4)]
+    rotated = [training_exits("rotational", 5, t, 100, 2) for t in range(4)]
     assert rotated[0] == [True, False, True, False, True] == rotated[2]
     assert rotated[1] == [False, True, False, True, False] == rotated[3]
     # One of the five (four exits and the last layer) joins every T / (2 * 5) steps, from the last to the first.
-    joined = [sum(enabled("gradual", 4, t, 100, 2)) for t in range(100)]
+    joined = [sum(training_exits("gradual", 4, t, 100, 2)) for t in range(100)]
     assert [joined.index(count) for count in range(5)] == [0, 10, 20, 30, 40]
     assert joined == sorted(joined)
-    assert enabled("gradual", 4, 15, 100, 2) == [False, False, False, True]
-    assert enabled(None, 3, 0, 1, 2) == [True] * 3
+    assert training_exits("gradual", 4, 15, 100, 2) == [False, False, False, True]
+    assert training_exits(None, 3, 0, 1, 2) == [True] * 3
 
 
 def test_a_layer_that_is_left_out_passes_its_input_on_row_by_row() -> None:
