@@ -16,7 +16,7 @@ from peftlab.decoding.own_layers import SkippedSublayers, SkipSearch, SwiftDraft
 from peftlab.decoding.policies import Fixed
 from peftlab.decoding.sampled_trees import rsd_c
 from peftlab.decoding.sampling import Sampling
-from peftlab.drafting.early_exit import flat
+from peftlab.drafting.early_exit import flattened_step
 from peftlab.drafting.load import load_pair, make_drafter
 from peftlab.errors import PeftlabError
 from tests.command_line import invoke
@@ -133,4 +133,4 @@ def test_only_a_flattened_step_leaves_sublayers_out():
     with pytest.raises(
         PeftlabError, match="flattened step, and this target's kernel is transformers; use --draft exit:K"
     ):
-        flat("swift", build_engine(make(), flat=False))
+        flattened_step("swift", build_engine(make(), flat=False))
