@@ -1,4 +1,4 @@
-"""The cells of a table in processes of this machine: one for each GPU at a time, or as many as its CPU cores hold.
+"""Runs a table's cells in processes of this machine: one for each GPU at a time, or as many as its CPU cores hold.
 
 A process of its own confines a cell's peak memory, its CUDA context and a crash. The processes are forked from a server
 that has imported the libraries once and computed nothing.
@@ -109,7 +109,7 @@ def _slots(device: torch.device, cpus: int | None) -> list[str]:
 
 
 class CellProcess:
-    """The process of a cell, from its start on. What the cell prints goes into ``NAME.log`` beside its directory.
+    """Starts a cell's process and watches it; the cell's output goes into ``NAME.log`` beside its directory.
 
     A cell with checkpoints continues from the newest.
 

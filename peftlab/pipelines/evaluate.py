@@ -1,4 +1,4 @@
-"""Scores of what is stored on disk: a run, an adapter or a merged directory, on its recipe's task."""
+"""Scores a stored model, that of a run, an adapter or a merged directory, on its recipe's task."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ class TimingSetup:
     """The machine and the weights that forward passes were timed on.
 
     Attributes:
-        device: its type. cpu: the processor. weights: how those of the ``base`` and the ``merged`` model are stored.
+        device: its type.
+        cpu: the processor.
+        weights: how those of the ``base`` and the ``merged`` model are stored.
     """
 
     device: str
@@ -176,7 +178,7 @@ class Trained:
 
     Attributes:
         recipe: task, data and settings.
-        loaded: the same with what is to be loaded as its ``model``: the base of an adapter, or the model itself.
+        loaded: the same recipe, whose ``model`` is the one to load: the base of an adapter, or the model itself.
         place: directory of the adapter; adapter: what it contains. Both None for a whole model.
     """
 
@@ -189,7 +191,7 @@ class Trained:
         """Return the class names in label order; none for regression; None where they are not stored.
 
         Raises:
-            PeftlabError: what is stored is no list of names, or it has several numbers for a regression.
+            PeftlabError: the stored value is no list of names, or it has several numbers for a regression.
         """
         task, recipe = find_task(self.recipe.task), self.loaded
         if not task.labelled:

@@ -283,7 +283,7 @@ def _warnings(task: TaskProblem, settings: TrainConfig) -> list[str]:
 
 
 def load_task(recipe: FinetuneRecipe, classes: Sequence[str] | None = None, *, train: bool = True) -> TaskProblem:
-    """Load data and model that ``recipe`` names, as its task's row says; nothing is injected yet.
+    """Load the data and the model that ``recipe`` names; nothing is injected yet.
 
     Args:
         recipe: what to load.
@@ -520,6 +520,7 @@ def _flash_attends(model: Unwrapped, sharing: RowSharing, examples: list[Row], a
     """Let the model attend by flash-attention if it can and keeps the examples of a row apart; return whether."""
     before = model.config._attn_implementation
     try:
+        # Not every model or kernel supports it, and only a trial shows whether examples of a row stay apart.
         model.set_attn_implementation("flash_attention_2")
         with accelerator.autocast():
             if sharing.fault(model, examples) is None:

@@ -41,7 +41,8 @@ class Inspection:
 
     Attributes:
         architecture: the class of the model.
-        matches: adapted modules, pattern to their number. trained_in_place: the same of parameters.
+        matches: adapted modules, pattern to their number.
+        trained_in_place: the same of parameters.
         head: modules trained whole.
         targets: where default targets came from, "table" or "fallback"; "given" where the method has none or the fields
             name them.
@@ -134,7 +135,7 @@ def _plain_model(place: Path) -> nn.Module | None:
         with Bounded(place):
             return plain_model(config)
     except (PeftlabError, OSError):
-        return None  # loading it says what is wrong
+        return None  # loading the model then raises the error that names what is wrong
 
 
 def _with_cost(model: PreTrainedModel, settings: MethodConfig, batch_size: int, length: int) -> Inspection:

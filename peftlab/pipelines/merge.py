@@ -48,7 +48,8 @@ class MergeResult:
     """The result of a merge.
 
     Attributes:
-        report: of what was folded. check: how it compares with base and adapter; None where they were not compared.
+        report: the tensors that were changed.
+        check: how the merged model compares with base and adapter; None where they were not compared.
     """
 
     report: MergeReport

@@ -1,4 +1,4 @@
-"""What a trained model says of rows without labels: classes with probabilities, numbers, tags of words, choices.
+"""Predicts rows without labels: classes with probabilities, numbers, tags of words, choices.
 
 Of texts in memory, or of the rows of a file or a stream, written beside them.
 """
@@ -146,7 +146,7 @@ def predict(
     device: str = "auto",
     on_rows: Callable[[int], None] | None = None,
 ) -> Predictions:
-    """Return what the model that ``reference`` names says of ``texts``.
+    """Return the predictions for ``texts`` of the model that ``reference`` names.
 
     Args:
         reference: a run, an adapter or a model, as ``peftlab.evaluate`` takes it.
@@ -193,7 +193,7 @@ def predict(
 
 
 def answers_of(trained: Trained) -> Answers:
-    """Return what the answers of a trained model's task are, with the model's class names."""
+    """Return the kind of answers of a trained model's task, with the model's class names."""
     task, classes = find_task(trained.recipe.task), trained.class_names()
     if not task.labelled:
         raise PeftlabError(f"task {task.name} has no labels to predict; peftlab generate --target writes text")

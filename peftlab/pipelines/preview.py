@@ -1,4 +1,4 @@
-"""What a recipe would train on and in, shown before it runs: ``validate --deep`` and ``validate --show``.
+"""Shows the data and the parameters that a recipe would train, before it runs: ``validate --deep`` and ``--show``.
 
 Labels are read, the method's targets are found on the meta device, and examples are tokenised; no weights are loaded.
 """
@@ -41,7 +41,7 @@ _MOMENTS = 2  # numbers that AdamW stores for each trained parameter
 
 @dataclass(frozen=True)
 class CheckedData:
-    """The data of a task, all read.
+    """The data of a task, after all rows were read.
 
     Attributes:
         columns: those that a row is read from, as the task or the recipe names them; empty where they are recognised
@@ -76,7 +76,8 @@ class DeepCheck:
     Attributes:
         data, methods: one entry for each that differs.
         directory: where the checkpoints, adapters and merged models of all runs are written.
-        needed_bytes, free_bytes: what these take, and what is free there.
+        needed_bytes: the space that these take on the disk.
+        free_bytes: the space that is free there.
     """
 
     data: list[CheckedData]
@@ -153,7 +154,7 @@ def _free_bytes(directory: str) -> int:
 
 
 def _data_lines(data: CheckedData) -> list[str]:
-    """Return the sizes of the splits, and what a run says of its data before it trains."""
+    """Return the sizes of the splits, and the lines on the data that a run prints before it trains."""
     listed = ", ".join(f"{split} {size:,}" for split, size in data.rows.items())
     return [f"data of {data.task}: {listed}", *data_lines(data.classes, data.left_out, data.repeated)]
 

@@ -1,1 +1,1 @@
-"""What people see of a run: console tables, an offline HTML page, model cards."""
+"""Shows runs to people: console tables, offline HTML pages, model cards."""

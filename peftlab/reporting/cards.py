@@ -26,7 +26,8 @@ class CardInfo:
 
     Attributes:
         name: the model's name or directory, used as title and in the loading code.
-        base_model: the base's reference as in the recipe. revision: its git revision.
+        base_model: the base's reference as in the recipe.
+        revision: its git revision.
         results: the contents of ``results.json``.
         recipe: the resolved recipe's YAML text.
         base_license: the base's licence, as its own card calls it.

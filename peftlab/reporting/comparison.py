@@ -44,7 +44,9 @@ class Report:
     """A report that was written.
 
     Attributes:
-        out: the file. runs: their directories. comparison: of several runs; None of one.
+        out: the file.
+        runs: their directories.
+        comparison: of several runs; None of one.
     """
 
     out: Path
@@ -97,7 +99,8 @@ class ComparedRun:
     """One of the runs that are compared.
 
     Attributes:
-        name: the end of its path that tells it from the others. directory: its path.
+        name: the end of its path that tells it from the others.
+        directory: its path.
     """
 
     name: str
@@ -136,7 +139,8 @@ class Comparison:
 
     Attributes:
         scores: at each run's best evaluation, the deciding metric of the first run first.
-        costs: parameters, time and memory. differences: of the recipes.
+        costs: parameters, time and memory.
+        differences: of the recipes.
         notes: why the scores may not be comparable; of drafts, differences of acceptance in pairs.
     """
 

@@ -423,7 +423,10 @@ class PublishedSpeed:
     """A speed that a paper measured, with targets and machines of its own.
 
     Attributes:
-        system: that drafts. benchmark: its prompts. tau: tokens per target step. source: the paper.
+        system: that drafts.
+        benchmark: its prompts.
+        tau: tokens per target step.
+        source: the paper.
         like: the drafter of ``draft bench`` that is of the same kind.
     """
 
@@ -439,7 +442,8 @@ class PublishedTheory:
     """The table of formulas of a paper, as printed there.
 
     Attributes:
-        source: the paper. cells: (alpha, gamma) -> (operations, speed-up at c = 0).
+        source: the paper.
+        cells: (alpha, gamma) -> (operations, speed-up at c = 0).
     """
 
     source: str

@@ -100,7 +100,8 @@ class Drafting:
     """The speed at which a row's drafts decode at the end of their runs, over seeds.
 
     Attributes:
-        block_efficiency: tokens per target step; None where nothing was drafted. speed_up: over plain decoding.
+        block_efficiency: tokens per target step; None where nothing was drafted.
+        speed_up: over plain decoding.
     """
 
     block_efficiency: Spread | None
@@ -116,10 +117,12 @@ class Entry:
         seeds: the finished ones; ``best`` and ``last`` are in their order.
         best, last: the score at the best and at the last evaluation.
         others: mean of every other metric at the best evaluation, by ``split.name``, as shown; losses left out.
-        trainable: trainable parameters. seconds: mean training time.
+        trainable: trainable parameters.
+        seconds: mean training time.
         memory: peak MB of a process, the largest; gpu: of its GPU, None without one.
         lr: peak learning rate; None in results that do not say.
-        cost: None where a run's steps were not counted. drafting: of drafts alone.
+        cost: None where a run's steps were not counted.
+        drafting: of drafts alone.
     """
 
     metric: str
@@ -141,7 +144,8 @@ class PublishedRow:
     """One row of a published table.
 
     Attributes:
-        model: the model's name as a reference contains it, ``roberta-base``. title: what the paper calls the row.
+        model: the model's name as a reference contains it, ``roberta-base``.
+        title: what the paper calls the row.
         parameters: trainable parameters as printed there, ``0.3M``.
         scores: by task; deviations: over the paper's seeds, where it gives them.
     """
@@ -182,7 +186,8 @@ class PairedGain:
     Attributes:
         name, first: of the two, in words. gain: the difference; of several runs each, the mean over them.
         low, high: the 95 % interval, from examples drawn with replacement, the same for both.
-        texts: examples. runs: of each draft.
+        texts: examples.
+        runs: of each draft.
     """
 
     name: str
@@ -233,10 +238,12 @@ class Table:
     """The contents of a table, whichever form it is shown in.
 
     Attributes:
-        models: row to the reference of its model, in order. seeds: how many there are to be in each entry.
+        models: row to the reference of its model, in order.
+        seeds: how many there are to be in each entry.
         titles: task to its name in a heading, in order.
         entries: by (task, row); one without a finished seed is absent.
-        published: rows of others. gains: of drafts, over those of the first row.
+        published: rows of others.
+        gains: of drafts, over those of the first row.
     """
 
     models: dict[str, str]
@@ -269,12 +276,12 @@ class Table:
 
     @property
     def averaged(self) -> bool:
-        """Whether a mean over tasks means anything: there are several, and no loss among their metrics."""
+        """Whether a mean over tasks is shown: there are several, and no loss among their metrics."""
         return len(self.titles) > 1 and not any(lower_is_better(entry.metric) for entry in self.entries.values())
 
     @property
     def heading(self) -> str:
-        """What the overview's numbers are."""
+        """The overview's title, which says what its numbers are."""
         scales = {scale(entry.metric) for entry in self.entries.values()}
         if len(scales) > 1:
             return "score at the best epoch, all but errors x 100"
@@ -307,7 +314,8 @@ class Controls:
     """The rows that a table compares the costs of its rows with.
 
     Attributes:
-        reference: the row whose FLOPs are 1. of: row to the row of equal cost that it is compared with.
+        reference: the row whose FLOPs are 1.
+        of: row to the row of equal cost that it is compared with.
     """
 
     reference: str

@@ -124,7 +124,7 @@ class DataConfig(Section):
 
 
 Problem = tuple[tuple[str, ...], str]
-"""The keys of the place in a recipe, and what is wrong there."""
+"""The keys of a place in a recipe, and the message about it."""
 _TEXT_KEYS = ("path", "text", "label", "labels", "choices", "bins", "validation", "drop_missing")
 _LANGUAGE_KEYS = ("messages", "prompt", "completion", "separator", "train_on", "too_long")
 _TAKES = {

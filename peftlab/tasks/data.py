@@ -535,7 +535,7 @@ _BEFORE_CHOICES = ("context", "prompt")
 
 @dataclass(frozen=True)
 class Columns:
-    """The columns that a row is read from; a test split may lack the labels.
+    """Names the columns that a row is read from; a test split may lack the labels.
 
     Attributes:
         inputs, labels: column name to the recipe's key that names it, in the order in which they are read.

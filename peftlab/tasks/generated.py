@@ -231,7 +231,7 @@ def peft_answer(text: str) -> float | str | None:
 
 
 def _agreement(texts: Sequence[str], answers: Sequence[Answer], read: Callable[[str], object]) -> list[float]:
-    """Return 1 where what is read in a text is what is read in a reference."""
+    """Return 1 for each text in which ``read`` finds what it finds in one of the answer's references, else 0."""
     golden = [{read(reference) for reference in answer.references} - {None} for answer in answers]
     for gold, answer in zip(golden, answers, strict=True):
         if not gold:

@@ -195,8 +195,8 @@ def load_text_task(
 
 
 Read = Callable[[Mapping[str, Table], list[Fault]], tuple[dict[str, Examples], Sequence[str]]]
-"""The needed columns of each split, and what is wrong so far, to the splits' examples and the class names; it raises
-what is wrong, with what it finds itself."""
+"""A function of the needed columns of each split and the faults found so far to the splits' examples and the class
+names. It adds the faults that it finds itself, and raises ``PeftlabError`` if there are any."""
 
 
 def load_own(task: Task, data: DataConfig, read: Read) -> tuple[Task, dict[str, Examples], dict[str, int]]:
@@ -313,7 +313,7 @@ def _unlabelled_examples(tables: Mapping[str, Table], names: Sequence[str], faul
 
 
 def texts(table: Table, name: str, faults: list[Fault]) -> list[str]:
-    """Return a column of texts; what is there and no text is added to ``faults``.
+    """Return a column of texts; values that are no text are added to ``faults``.
 
     Args:
         table: the file.
@@ -413,7 +413,7 @@ def _labels_of_lists(
 
 
 def _label_lists(table: Table, column: str, separator: str | None, faults: list[Fault]) -> list[list[str]]:
-    """Return a column's lists of labels; what is no such list, or an empty one, is added to ``faults``."""
+    """Return a column's lists of labels; other values, and empty lists, are added to ``faults``."""
     values = table.column(column, "data.label")
     texts = [row for row, value in enumerate(values) if isinstance(value, str) and not value.lstrip().startswith("[")]
     if separator is None and texts:
@@ -447,7 +447,7 @@ def _labels_of_columns(
 
 
 def _binary_labels(table: Table, column: str, faults: list[Fault]) -> list[bool]:
-    """Return which rows of a column say 1; what is neither 1 nor 0 is added to ``faults``."""
+    """Return for each row of a column whether it contains 1; values other than 1 and 0 are added to ``faults``."""
     values = table.column(column, "data.labels")
     found = [_BINARY.get(str(value).strip().lower()) for value in values]
     bad = [row for row, yes in enumerate(found) if yes is None and not is_missing(values[row])]
@@ -502,7 +502,7 @@ def with_tag_metrics(task: Task) -> Task:
 
 
 def _list_column(table: Table, column: str, what: str, faults: list[Fault]) -> list[list[str]]:
-    """Return a column's lists; what is no list, or an empty one, is added to ``faults``."""
+    """Return a column's lists; other values, and empty lists, are added to ``faults``."""
     values = table.column(column, "data.text")
     found = [[""] if is_missing(value) else items(value) for value in values]
     bad = [row for row, texts in enumerate(found) if not texts]

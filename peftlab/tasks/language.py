@@ -415,7 +415,7 @@ def _forward_inputs(inputs: Mapping[str, Tensor]) -> Attributes:
 
 
 def head_logits(model: Unwrapped, hidden: Tensor) -> Tensor:
-    """Return the logits [t, V] of states [t, H] after the final norm: the LM head, and what its class does after it.
+    """Return the logits [t, V] of states [t, H]: the LM head's, scaled and capped as the model's class does.
 
     Args:
         model: a causal language model.
@@ -440,6 +440,7 @@ def head_is_separable(model: Unwrapped) -> bool:
 
 
 def _head_matches(model: PreTrainedModel) -> bool:
+    """Return whether ``head_logits`` gives the model's own logits for a few tokens, up to rounding."""
     head = model.get_output_embeddings()
     if head is None or any(type(p.data) is not Tensor for p in head.parameters()):
         return False
@@ -477,7 +478,8 @@ class LanguageEvaluation:
     """Held-out splits and how a language model is scored on them.
 
     Attributes:
-        splits: tokenised examples by split name. collate: rows to one batch.
+        splits: tokenised examples by split name.
+        collate: rows to one batch.
         batch_size: examples per batch and process.
     """
 

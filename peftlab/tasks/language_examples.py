@@ -173,7 +173,8 @@ class Encoding:
     """The settings by which rows become tokens.
 
     Attributes:
-        max_length: tokens of the longest example. too_long: what becomes of longer ones.
+        max_length: tokens of the longest example.
+        too_long: what becomes of longer ones.
         train_on: which turns are trained; for completions the completion, or all.
         split: cut longer plain texts into examples of ``max_length``.
     """

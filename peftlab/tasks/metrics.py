@@ -1,4 +1,4 @@
-"""The metrics of labelled tasks, and where a model is right and where it is wrong."""
+"""Computes the metrics of labelled tasks, and analyses which examples a model gets right and wrong."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ class HardExample:
 
 @dataclass(frozen=True)
 class Analysis:
-    """What a model gets right and wrong on a split.
+    """The analysis of a model's answers on a split.
 
     Attributes:
         by_class: class name, in label order, to its scores; type of entity, or place of a choice; empty for regression.
@@ -244,7 +244,7 @@ def hardest_examples(
     losses: NDArray[np.float64],
     describe: Callable[[int], tuple[str | float, str | float, float | None]],
 ) -> list[HardExample]:
-    """Return the ten examples of largest loss, the earlier of equals first.
+    """Return the ten examples of largest loss; of two with equal losses the earlier comes first.
 
     Args:
         examples: rows with ``text`` and perhaps ``text_pair``; words are joined by blanks, choices by bars.

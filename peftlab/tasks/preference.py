@@ -317,7 +317,8 @@ class PreferenceEvaluation:
 
     Attributes:
         splits: tokenised pairs by split name; they are scored once they have a column ``reference``.
-        pad: the id that fills batches. batch_size: pairs per batch and process.
+        pad: the id that fills batches.
+        batch_size: pairs per batch and process.
     """
 
     splits: Mapping[str, Dataset]

@@ -1,4 +1,4 @@
-"""A task with a model: what is trained, how it is scored, and the facts about its data."""
+"""The training problem: a model with its examples, loss and scores, and for a task the facts about its data."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Scores = dict[str, dict[str, float]]  # split to metric to value
 
 @dataclass(frozen=True)
 class ModelSource:
-    """Where a task's model comes from, as a recipe names it, how it is stored, and the recipe's ``train.precision``.
+    """The source of a task's model: its reference in the recipe, how it is stored, and ``train.precision``.
 
     ``load``: what loads it, as ``load_base`` does.
     """
@@ -108,7 +108,7 @@ class RowSharing:
 
 @dataclass(kw_only=True)
 class TrainingProblem:
-    """What the training loop reads: a model, its examples, and the functions that compute its loss and its scores.
+    """The input of the training loop: a model, its examples, and the functions that compute its loss and scores.
 
     A finetune task and the training of a draft are two of them; the loop knows neither.
 
@@ -163,7 +163,7 @@ class TrainingProblem:
 
 @dataclass(kw_only=True)
 class TaskProblem(TrainingProblem):
-    """The training problem that a task's ``prepare`` returns, with what is known of its data; nothing is injected yet.
+    """The training problem that a task's ``prepare`` returns, with facts about its data; nothing is injected yet.
 
     Attributes:
         train: the tokenised training split; empty where there is none, or where ``TaskOptions`` did not want it.
@@ -177,7 +177,7 @@ class TaskProblem(TrainingProblem):
         left_out: reason to the number of rows that are in no split.
         repeated: evaluation split to the number of its rows whose text a training row has too, where there are any.
         auto_class, pipeline: of transformers, for the model card.
-        refer: (model, tokenised rows) to the rows with what the model that training starts from makes of them, which
+        refer: (model, tokenised rows) to the rows with outputs of the model that training starts from, which
             the loss and the scores compare with; every process calls it. None: they compare with no model.
         sample: model to a short output for a held-out input, to be read by people; None where there is none.
         analyse: model to what it gets right and wrong in the deciding split; every process calls it. None where
@@ -257,7 +257,7 @@ def score_batches(
         data: tokenised rows.
         batches: indices of the rows of each batch.
         collate: rows to one batch of tensors.
-        score: a batch on this process's device to what is returned of it.
+        score: function of a batch, on this process's device, to its entry in the result.
     """
     state = PartialState()
     found: list[tuple[int, T]] = []

@@ -235,7 +235,7 @@ class Collate:
 
 @contextmanager
 def _bars_on_terminals_only() -> Iterator[None]:
-    """Within the block datasets shows no progress bars where standard error is no terminal."""
+    """Hide the progress bars of ``datasets`` within the block where standard error is no terminal."""
     from datasets.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
     if sys.stderr.isatty() or are_progress_bars_disabled():

@@ -1,4 +1,4 @@
-"""What trains on less: sampled layers, chosen examples, and the numbers of hardware with few bits.
+"""Implements training on less: sampled layers, chosen examples, and the numbers of hardware with few bits.
 
 ``train.layers.active`` is layer-wise importance sampling (LISA, arXiv 2403.17919): in each period a few layers train,
 drawn at random.
@@ -87,10 +87,11 @@ Chosen = list[list[int]]
 
 
 class Selection:
-    """The rounds of a run, as a pure function of its settings; what was chosen is its progress.
+    """Plans the rounds of a run, as a pure function of its settings; the chosen examples are the run's progress.
 
     Attributes:
-        ends: number of steps at the end of each round. sizes: examples chosen up to each.
+        ends: number of steps at the end of each round.
+        sizes: examples chosen up to each.
     """
 
     def __init__(self, lengths: Sequence[int], settings: TrainConfig, capacity: int, total: int) -> None:
@@ -104,6 +105,8 @@ class Selection:
         self._lengths, self._settings, self._capacity = list(lengths), settings, capacity
         self._drawn_first = sample.scorer is None
         kept, rounds = scaled_count(len(lengths), sample.keep), sample.total_rounds
+        # Round r of K passes over (r+1)/K of the examples, so its steps are in proportion to r + 1: of the
+        # 1 + ... + K = K(K+1)/2 parts of the run, (r+1)(r+2)/2 have passed at its end.
         self.sizes = [kept * (r + 1) // rounds for r in range(rounds)]
         self.ends = [math.ceil(total * (r + 1) * (r + 2) / (rounds * (rounds + 1))) for r in range(rounds)]
         for what, counts in (("examples", self.sizes), ("steps", self.ends)):

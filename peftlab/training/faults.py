@@ -1,4 +1,4 @@
-"""What can end a run: signals, running out of memory, and parameters that do not learn in the first steps."""
+"""Detects what can end a run: signals, running out of memory, and parameters that do not learn in the first steps."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class StopSignals:
 
 @contextmanager
 def memory_advice(where: str, changes: list[str]) -> Iterator[None]:
-    """Within the block, running out of memory raises a ``PeftlabError`` that lists settings to change.
+    """Raise, where the block runs out of memory, a ``PeftlabError`` that lists settings to change.
 
     Args:
         where: what needed the memory, for the message.

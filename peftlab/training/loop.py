@@ -254,6 +254,7 @@ class Trainer:
         """Clip and step, once the last accumulation step's gradients are there; return the gradient's norm."""
         if self.accelerator.sync_gradients:
             parameters = trainable_parameters(self.problem.model).values()
+            # Without a limit, clipping at infinity still computes the norm, which is logged and must be finite.
             norm = self.accelerator.clip_grad_norm_(parameters, self.settings.max_grad_norm or math.inf)
         self.optimiser.step()
         if self.emulation is not None:

@@ -82,10 +82,12 @@ class Progress:
 
 @dataclass(frozen=True)
 class SelectionResult:
-    """What ``train.sample`` chose by a score.
+    """The examples that ``train.sample`` chose by a score, and what choosing them took.
 
     Attributes:
-        rounds: times that examples were chosen. examples: how many. scored_examples: forward passes that this took.
+        rounds: times that examples were chosen.
+        examples: how many.
+        scored_examples: forward passes that this took.
         scoring_flops: their FLOPs, which the run's cost includes; 0 where steps are not counted.
     """
 
@@ -104,12 +106,13 @@ class RandomState(TypedDict):
 
 
 class Checkpoint(TypedDict):
-    """What a checkpoint file contains.
+    """The contents of a checkpoint file.
 
     Attributes:
         progress: the fields of ``Progress``.
         adapter: the trainable parameters by name.
-        optimiser: as ``optimiser_state`` returns it. scaler: of fp16's gradient scaler; None without one.
+        optimiser: as ``optimiser_state`` returns it.
+        scaler: of fp16's gradient scaler; None without one.
         rng: the generators' states, one per process.
     """
 
