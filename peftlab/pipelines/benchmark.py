@@ -48,7 +48,7 @@ from peftlab.tasks.prompts import Prompt, encode, read_prompts, spread
 
 @dataclass(frozen=True)
 class MeasurementSettings:
-    """What was measured, and on what.
+    """The settings that a benchmark and a plan have in common.
 
     Attributes:
         target, draft: references. dtype, draft_dtype: of their weights.
@@ -62,7 +62,7 @@ class MeasurementSettings:
     warnings: list[str]
 
     def settings(self) -> dict[str, object]:
-        """Return the attributes but the result, as JSON has them."""
+        """Return all attributes but the result, as JSON has them."""
         return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "result"}
 
 
@@ -87,11 +87,11 @@ class DraftBenchmark(MeasurementSettings):
     result: BenchmarkResult
 
     def as_json(self) -> dict[str, object]:
-        """Return the settings, and the keys of the result beside them."""
+        """Return the settings and the keys of the result in one object."""
         return self.settings() | self.result.as_json()
 
     def lines(self) -> list[str]:
-        """Return what was measured, in a line each about models, settings and the storage of weights."""
+        """Return a line each about models, settings and the storage of weights."""
         of = self.result
         models = f"{self.result.drafter} for {self.target} in {self.dtype}"
         if self.draft is not None:
@@ -106,14 +106,14 @@ class DraftBenchmark(MeasurementSettings):
         ]
 
     def where(self) -> str:
-        """Return a line about the processor or device, and about the storage of weights."""
+        """Return a line about the processor or device and the storage of weights."""
         of = self.result
         return f"{of.cpu if of.device == 'cpu' else of.device}; {weights_line(self.weights)}"
 
 
 @dataclass(frozen=True)
 class MeasuredDraftPlan(MeasurementSettings):
-    """A plan for a target and a draft model, or without one for the kinds of drafts: ``result``.
+    """A measured plan for a target and a draft model, or for the kinds of drafts where none is given.
 
     Attributes:
         alpha: the acceptance asked about.
@@ -125,7 +125,7 @@ class MeasuredDraftPlan(MeasurementSettings):
     result: planning.MeasuredPlan | planning.MeasuredAdvice
 
     def as_json(self) -> dict[str, object]:
-        """Return the settings, and the keys of the result beside them."""
+        """Return the settings and the keys of the result in one object."""
         return self.settings() | {"memory": to_json(self.memory)} | to_json(self.result)
 
 
@@ -190,6 +190,7 @@ def benchmark(
 
 
 def _select_prompts(file: str | Path, most: int | None) -> list[Prompt]:
+    """Return the file's prompts, or ``most`` of them spread over its categories."""
     prompts = read_prompts(file)
     return prompts if most is None else spread(prompts, most)
 
@@ -197,24 +198,26 @@ def _select_prompts(file: str | Path, most: int | None) -> list[Prompt]:
 def _example(
     pair: Pair, name: str, make: Callable[[], Drafter], questions: Sequence[Question], settings: Settings
 ) -> DraftedText:
+    """Return one output of the first prompt that fits the target's context, with its drafted tokens."""
     asked = next(question for question in questions if fits(pair.target, question))
     return drafted_text(pair.target, settings, name, make(), asked, pair.tokenizer)
 
 
 def _requested_drafters(names: Sequence[str], draft: str | None) -> list[str]:
-    """Return the drafters that were asked for beside the draft, each once."""
+    """Return the names of the drafters that are timed beside the draft, each once, or refuse one without its draft."""
     for name in names:
         needs_draft(name, draft)
     return [name if name in (PEARL, ONE_PASS) else model_free(name).text for name in dict.fromkeys(names)]
 
 
 def _drafters(pair: Pair, free: Sequence[str], options: DecodingOptions) -> dict[str, Callable[[], Drafter]]:
-    """Return what makes each drafter: of the pair's draft if there is one, and of those without a model."""
+    """Return what makes each drafter: those of the pair's draft if there is one, and those named."""
     names = [*(("draft", SUFFIX_AND_DRAFT) if pair.drafts else ()), *free]
     return {name: partial(make_drafter, name, pair, options.width, options.grow()) for name in names}
 
 
 def _settings(options: DecodingOptions, batch_size: int, repeats: int) -> Settings:
+    """Return the settings of the benchmark's decoding."""
     return Settings(
         max_new_tokens=options.max_new_tokens,
         sampling=options.sampling(),
@@ -276,7 +279,7 @@ def plan_draft(
 
 
 def watched(pair: Pair) -> list[Stopwatch]:
-    """Put stopwatches around the pair's models and return them, the target's first; heads count as the target's."""
+    """Put stopwatches around the pair's models and return them, the target's first; heads count as the target."""
     watches = [Stopwatch(pair.target)]
     if pair.draft is not None:
         watches.append(Stopwatch(pair.draft))

@@ -118,7 +118,7 @@ class DecodingSpeed:
 
 @dataclass(frozen=True)
 class Decoding:
-    """How fast target and draft decode together.
+    """Speed of decoding with target and draft together.
 
     Attributes:
         before: before training; None where nothing could draft yet, an empty object in ``results.json``.
@@ -220,7 +220,7 @@ class DraftResults:
     held_out: HeldOutRates | None = None
 
     def as_json(self) -> dict[str, Json]:
-        """Return them as ``results.json`` has them: without what was not measured."""
+        """Return the fields as ``results.json`` has them, without what was not measured."""
         optional = {name.name for name in fields(self) if name.default is None}
         return {key: value for key, value in to_json(vars(self)).items() if value is not None or key not in optional}
 
@@ -228,7 +228,11 @@ class DraftResults:
 def run_draft(
     recipe: DraftRecipe, *, overwrite: bool = False, resume: bool = False, device: str = "auto"
 ) -> DraftResults:
-    """Run ``recipe`` on a device (``hardware.resolve_device``) and return its results.
+    """Run ``recipe`` and return its results.
+
+    Args:
+        recipe: of kind draft. overwrite: replace an earlier run. resume: continue one that was stopped.
+        device: as ``hardware.resolve_device`` takes it.
 
     Raises:
         PeftlabError: a mistake of the user's; the run directory changes only once target, draft and data fit.
@@ -238,6 +242,7 @@ def run_draft(
 
 
 def _run(recipe: DraftRecipe, directory: Claim, resume: bool, device: str) -> DraftResults:
+    """Run the recipe from its checks to the report, one stage after the other."""
     run_dir, settings = directory.path, recipe.train
 
     # Refuse what cannot work before any weights are read.
@@ -316,6 +321,7 @@ def _run(recipe: DraftRecipe, directory: Claim, resume: bool, device: str) -> Dr
 
 
 def _accelerator(recipe: DraftRecipe, run_dir: Path, device: str) -> Accelerator:
+    """Return accelerate's object for training, or refuse a way of training that drafts do not have."""
     accelerator = make_accelerator(recipe.train, run_dir, device)
     if accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED):
         raise PeftlabError(
@@ -327,7 +333,7 @@ def _accelerator(recipe: DraftRecipe, run_dir: Path, device: str) -> Accelerator
 
 @dataclass
 class SourceText:
-    """The data of a recipe, before the target has written anything.
+    """Prompts and requests of a recipe, before the target has written anything.
 
     Attributes:
         config, tokenizer: the target's. prompts: token ids, the held-out ones last. requests: served ones, newest last.
@@ -343,9 +349,10 @@ class SourceText:
 
 @dataclass
 class ExampleSets:
-    """Tokenised examples: the training set, and held-out ones by split, the one that decides first.
+    """Tokenised examples: the training set, and held-out ones by split, the deciding split first.
 
     Attributes:
+        prompts: held-out prompts to decode, token ids. fingerprint: digest of the training text.
         served: how the endpoint answered; None where the target wrote here.
     """
 
@@ -357,7 +364,7 @@ class ExampleSets:
 
 
 def with_served_model(recipe: DraftRecipe) -> DraftRecipe:
-    """Return ``recipe`` with the endpoint's model id, so that what is stored of its text is found without the server.
+    """Return ``recipe`` with the endpoint's model id, under which its text is stored and found without the server.
 
     Raises:
         PeftlabError: the endpoint cannot be reached, or lists several models.
@@ -369,7 +376,7 @@ def with_served_model(recipe: DraftRecipe) -> DraftRecipe:
 
 
 def read_text(recipe: DraftRecipe) -> SourceText:
-    """Read prompts and requests and check them against the target's context and tokenizer: no weights yet."""
+    """Read prompts and requests and check them against the target's context and tokenizer, without its weights."""
     data, options = recipe.data, model_options(recipe)
     config = load_config(recipe.target, **options)
     if config.is_encoder_decoder:
@@ -398,13 +405,22 @@ def read_text(recipe: DraftRecipe) -> SourceText:
 
 
 def make_draft(recipe: DraftRecipe, text: SourceText, directory: Path, device: torch.device) -> DraftKind[DraftConfig]:
-    """Return the draft that a recipe asks for, not loaded yet."""
+    """Return the draft that a recipe describes, before it is loaded.
+
+    Args:
+        recipe: of kind draft. text: gives the tokenizer and the longest example. directory: of the run.
+        device: where it trains.
+    """
     kind: type[DraftKind[DraftConfig]] = resolve(DRAFTS.find(recipe.draft.kind).kind)
     return kind(recipe, text.tokenizer, directory, device, text.longest)
 
 
 def load_target(recipe: DraftRecipe, device: torch.device) -> PreTrainedModel:
-    """Load the target as the recipe stores it, frozen, and check that its logits are those of its LM head."""
+    """Load the target as the recipe stores it, frozen, and check its logits against its LM head.
+
+    Args:
+        recipe: of kind draft. device: where it runs.
+    """
     stored = storage(recipe.base, recipe.train.precision)
     target = load_model(recipe.target, "AutoModelForCausalLM", **model_options(recipe), **stored)[0]
     torch.nn.Module.to(target, device).requires_grad_(False)
@@ -413,7 +429,7 @@ def load_target(recipe: DraftRecipe, device: torch.device) -> PreTrainedModel:
 
 
 def model_options(recipe: DraftRecipe) -> Attributes:
-    """Return what loading the target takes beside its name."""
+    """Return the keyword arguments with which the target is loaded."""
     options: Attributes = {"trust_remote_code": recipe.trust_remote_code}
     return options | ({"revision": recipe.revision} if recipe.revision else {})
 
@@ -426,7 +442,7 @@ def make_sets(
     cache: Path,
     first: AbstractContextManager[object],
 ) -> ExampleSets:
-    """Let each target write what it has not written yet, and split it; served requests are split by age.
+    """Let each target write what it has not written yet, and split the text; served requests are split by age.
 
     Args:
         targets: the target, and those of ``data.targets``. eos: ids that end their output.
@@ -438,6 +454,7 @@ def make_sets(
     held: dict[str, list[Request]] = {}
     with first:
         if text.requests:
+            # The newest fifth at most is held out: a draft is judged by the traffic that comes after its text.
             newest = min(data.held_out, max(1, len(text.requests) // 5))
             train += text.requests[:-newest]
             held["requests"] = text.requests[-newest:]
@@ -467,7 +484,7 @@ def make_sets(
 def _continuations(
     recipe: DraftRecipe, text: SourceText, model: PreTrainedModel, eos: frozenset[int], cache: Path
 ) -> tuple[Sequence[Request | None], ServedText | None]:
-    """Return the target's continuations, written here or by the endpoint; of its answers, None for a dropped one."""
+    """Return the continuations of the target, here or by the endpoint, with None for a dropped answer."""
     data = recipe.data
     writing = WritingSettings(
         data.max_new_tokens, data.temperature, data.top_p, data.samples, data.seed, data.batch_size
@@ -489,7 +506,11 @@ def _without_dropped(written: Sequence[Request | None], served: ServedText | Non
 
 
 def training_problem(recipe: DraftRecipe, draft: DraftKind[DraftConfig], sets: ExampleSets) -> TrainingProblem:
-    """Return what is trained: the draft on ``sets.train``; its acceptance on the first held-out split decides."""
+    """Return the problem that trains the draft; acceptance on the first held-out split selects its checkpoint.
+
+    Args:
+        recipe: of kind draft. draft: loaded, with its method injected. sets: its examples.
+    """
     objective = make_objective(recipe.objective)
     kept = [objective.kept(tokens) for tokens in sets.train["kept"]]
     loss = draft.loss()
@@ -524,7 +545,7 @@ def _start_run_directory(
     accelerator: Accelerator,
     digest: str,
 ) -> None:
-    """Make the run directory, last before training, so that what fails before leaves none behind.
+    """Create the run directory, last before training, so that a failure before it leaves none behind.
 
     A draft cut from the target becomes a plain model in it, the adapter's base. ``digest``: of the target's weights.
     """
@@ -543,12 +564,16 @@ def _start_run_directory(
 
 
 def _base_revision(recipe: DraftRecipe, draft: DraftKind[DraftConfig]) -> str | None:
-    """Return the git revision of the draft's base where that is the target; the recipe names none for another."""
+    """Return the git revision of the draft's base if that is the target; the recipe names none for another base."""
     return recipe.revision if draft.base == recipe.target else None
 
 
 def save_draft(recipe: DraftRecipe, draft: DraftKind[DraftConfig], sets: ExampleSets) -> torch.Tensor | None:
-    """Write adapter, merged model and what else such drafts consist of; return the reduced vocabulary, if any."""
+    """Write adapter, merged model and the draft's own files; return the reduced vocabulary [V_d] or None.
+
+    Args:
+        recipe: of kind draft. draft: trained. sets: its examples.
+    """
     run_dir = draft.directory
     if is_injected(draft.injected):
         with staged_directory(run_dir / "adapter", "adapter", overwrite=True) as staging:
@@ -563,6 +588,7 @@ def save_draft(recipe: DraftRecipe, draft: DraftKind[DraftConfig], sets: Example
 
 
 def _read_back(draft: DraftKind[DraftConfig], tokens: torch.Tensor | None) -> SavedDraft:
+    """Return the saved draft, with the merged model as read from disk."""
     merged: PreTrainedModel | None = None
     if draft.folds:
         merged = load_model(str(draft.directory / "merged"), "AutoModelForCausalLM", dtype=draft.adapted.dtype)[0]
@@ -579,6 +605,7 @@ def _results(
     parameters: tuple[int, int],
     accelerator: Accelerator,
 ) -> DraftResults:
+    """Return the results of training; those of the finished draft are added by ``_measure``."""
     split = next(iter(sets.held_out))
     objective = make_objective(recipe.objective)
     counts = sets.train["kept"]
@@ -620,7 +647,7 @@ def _results(
 
 
 def _held_out(draft: DraftKind[DraftConfig], sets: ExampleSets) -> HeldOutRates:
-    """Return the acceptance of the trained draft on each example of the first held-out split."""
+    """Return the trained draft's acceptance on each example of the first held-out split."""
     data = next(iter(sets.held_out.values()))
     rates = [draft.score(draft.model, data.select([i]), 1)["acceptance"] for i in range(len(data))]
     digest = sha256(json.dumps([[row["prompt"], row["input_ids"]] for row in data]).encode()).hexdigest()
@@ -635,7 +662,7 @@ def _measure(
     saved: SavedDraft,
     results: DraftResults,
 ) -> None:
-    """Add to ``results`` what is measured on the finished draft, merged where it is."""
+    """Add to ``results`` what is measured on the finished draft, on its merged model where there is one."""
     run_dir, held_out = saved.directory, next(iter(sets.held_out.values()))
     if saved.merged is not None:
         what = (run_dir / "adapter", draft.base, run_dir / "merged", _samples(sets))
@@ -690,7 +717,7 @@ def decoding_speed(
         SUFFIX_AND_DRAFT: lambda: with_copies(drafter()),
     }
     length = policy(recipe.policy)
-    if length.row.needs == HEAD and head is None:
+    if length.row.needs == HEAD and head is None:  # before training: there is no head yet
         length = policy("fixed")
     lengths = draft_lengths(length, recipe.gamma, engine, drafters, head=head)
     settings = Settings(recipe.data.max_new_tokens, eos, policies=lengths.policies, repeats=1)
@@ -721,10 +748,12 @@ def decoding_speed(
 
 
 def _drafter(served: ServedDraft, seen: Window | None) -> Drafter:
+    """Return a new drafter that sees the recipe's window of a text."""
     return with_window(served.drafter(), seen)
 
 
 def _scores_line(scores: Scores) -> str:
+    """Return the scores of all splits as one line."""
     return "; ".join(
         f"{split} " + ", ".join(f"{name} {value:.4f}" for name, value in rates.items())
         for split, rates in scores.items()
@@ -732,7 +761,7 @@ def _scores_line(scores: Scores) -> str:
 
 
 def _decoding_lines(before: DecodingSpeed | None, after: DecodingSpeed) -> str:
-    """Return the measured speed, where the time went, and the draft's best length, a line each."""
+    """Return a line each on the measured speed, where the time went, and the best draft length."""
     earlier = f", {before.block_efficiency:.2f} before training" if before else ""
     rates = f"{after.tokens_per_second:.1f} against {after.plain_tokens_per_second:.1f} tokens/s"
     sentence = (

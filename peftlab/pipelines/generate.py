@@ -88,7 +88,7 @@ class DecodingOptions:
     draft_window: str | None = None
 
     def sampling(self) -> Sampling:
-        """Return how tokens are chosen."""
+        """Return the rule by which tokens are chosen."""
         return Sampling(self.temperature, self.top_k, self.top_p, self.seed)
 
     def length(self) -> NamedRule:
@@ -101,7 +101,7 @@ class DecodingOptions:
         return policy(self.policy)
 
     def lossy_rule(self) -> LossyRule | None:
-        """Return the lossy rule; None verifies exactly.
+        """Return the rule of lossy verification; None verifies exactly.
 
         Raises:
             PeftlabError: no such rule.
@@ -109,7 +109,7 @@ class DecodingOptions:
         return None if self.lossy is None else LossyRule.of(lossy(self.lossy))
 
     def grow(self) -> GrowthFactory | None:
-        """Return what makes the growth of drawn trees; None drafts as the draft does by itself.
+        """Return what makes the growth of drawn trees; None drafts in the draft's own way.
 
         Raises:
             PeftlabError: no such tree.
@@ -121,7 +121,7 @@ class DecodingOptions:
         return made
 
     def verifier(self) -> Verifier:
-        """Return what verifies sampled drafts.
+        """Return the function that verifies sampled drafts.
 
         Raises:
             PeftlabError: no such verifier, or one with nothing to verify: greedily, beside a lossy rule, or without the
@@ -140,7 +140,11 @@ class DecodingOptions:
         return found
 
     def load(self, target: str, draft: str | None) -> Pair:
-        """Load target and draft in their dtypes; a tree that does not fit the draft is found before."""
+        """Load target and draft in their dtypes, after checking that the tree fits the draft.
+
+        Args:
+            target: reference. draft: reference as ``find_draft`` takes it; None for none.
+        """
         heads = drafts_with_heads(draft)
         check_tree(self.width, self.tree is not None, drafted=draft is not None, heads=heads)
         seen = None if self.draft_window is None else window(self.draft_window)
@@ -173,7 +177,11 @@ class StoredWeights:
 
 
 def stored_weights(pair: Pair, options: DecodingOptions) -> dict[str, StoredWeights]:
-    """Return it of the ``target``, and of the ``draft`` if that is a model."""
+    """Return how the weights of the ``target``, and of the ``draft`` if that is a model, are stored.
+
+    Args:
+        pair: the loaded models. options: which name the dtypes.
+    """
     stored = {"target": StoredWeights(options.dtype, pair.target.packed)}
     if pair.draft is not None:
         stored["draft"] = StoredWeights(options.draft_dtype or options.dtype, pair.draft.packed)
@@ -181,7 +189,7 @@ def stored_weights(pair: Pair, options: DecodingOptions) -> dict[str, StoredWeig
 
 
 def weights_line(stored: Mapping[str, StoredWeights]) -> str:
-    """Return it as a line of text."""
+    """Return how the weights are stored as a line of text."""
     return "weights: " + "; ".join(f"{name} in {how}" for name, how in stored.items())
 
 
@@ -190,7 +198,7 @@ HEAD_FILE = "acceptance_head.safetensors"
 
 @dataclass(frozen=True)
 class Lengths:
-    """A policy for each drafter.
+    """Policies of draft length, one for each drafter.
 
     Attributes:
         policies: drafter -> what makes the policy of a sequence. notes: what the user should know.
@@ -209,7 +217,7 @@ def draft_lengths(
     batch: int = 1,
     head: Callable[[Tensor], float] | None = None,
 ) -> Lengths:
-    """Return the chosen policy for the drafters that can follow it, and γ tokens for the others.
+    """Return the chosen policy for the drafters that can follow it, and a fixed γ for the others.
 
     ``goodput`` measures a few steps of the target and of the draft.
 
@@ -235,6 +243,7 @@ def draft_lengths(
         if name in refused:
             policies[name] = fixed(PolicyInputs(gamma), None)
             continue
+        # Copies cost no draft step: for a drafter without a model only the target's times count.
         own = times if times is None or drafter.draft_model is not None else replace(times, drafts={})
         policies[name] = resolve(chosen.row.make)(PolicyInputs(gamma, head, own), chosen.value)
     notes = (f"policy {chosen.text}: {', '.join(refused)} draft {gamma} tokens instead",) if refused else ()
@@ -242,7 +251,10 @@ def draft_lengths(
 
 
 def acceptance_head(draft: str | None, device: torch.device) -> Callable[[Tensor], float]:
-    """Return the acceptance head of the draft run that ``draft`` names, as the policy ``head`` takes it.
+    """Return the acceptance head of a draft run as the policy ``head`` takes it.
+
+    Args:
+        draft: reference of the run, or of a directory in it. device: where the draft's states are.
 
     Raises:
         PeftlabError: there is none.
@@ -264,13 +276,13 @@ _REFUSALS = {
 
 
 def _obstacle(needs: str, drafter: Drafter) -> str | None:
-    """Return why a drafter cannot follow a policy; None where it can."""
+    """Return why a drafter cannot follow a policy, or None if it can."""
     return _REFUSALS[needs].format(drafter.name) if needs and needs not in drafter.provides else None
 
 
 @dataclass(frozen=True)
 class GeneratedText:
-    """An output and how it came about.
+    """An output with its figures.
 
     Attributes:
         text: without the prompt. tokens: its token ids. reason: why it ended ("length", "eos" or "stop").
@@ -294,7 +306,7 @@ class GeneratedText:
 
 @dataclass(frozen=True)
 class Writer:
-    """A loaded target, with its draft if there is one, that writes outputs one after the other.
+    """A loaded target, with its draft if there is one, that writes outputs one after another.
 
     Attributes:
         drafter: as for ``generate``; None decodes plainly. policy: makes the draft length of an output.
@@ -358,7 +370,7 @@ def load_writer(
     stop: Sequence[str] = (),
     chat: bool = False,
 ) -> Writer:
-    """Load what writes; arguments and errors as for ``generate``.
+    """Load target and draft into a ``Writer``; arguments and errors are those of ``generate``.
 
     In a chat the marker that the template puts after an answer ends an output, too, whatever the model calls its end.
     """
@@ -378,7 +390,7 @@ _WITH_DRAFT = ("draft", SUFFIX, SUFFIX_AND_DRAFT, PEARL, ONE_PASS)
 
 
 def _check(options: DecodingOptions, draft: str | None, drafter: str | None) -> None:
-    """Refuse settings that are wrong or that do not go together, before anything is loaded."""
+    """Refuse settings that are wrong or contradict each other, before anything is loaded."""
     if draft is not None and drafter not in (None, *_WITH_DRAFT):
         with_draft = f"only drafters {SUFFIX}, {PEARL} and {ONE_PASS} go with a draft"
         raise PeftlabError(f"draft and drafter {drafter}: give one of them; {with_draft}")
@@ -395,6 +407,7 @@ def _check(options: DecodingOptions, draft: str | None, drafter: str | None) -> 
 
 
 def _policy(options: DecodingOptions, pair: Pair, draft: str | None, name: str) -> PolicyFactory:
+    """Return the chosen policy of draft length for the one drafter ``name``."""
     length = options.length()
     head = acceptance_head(draft, pair.target.device) if length.row.needs == HEAD else None
     drafters = {name: partial(make_drafter, name, pair, options.width, options.grow())}
@@ -435,7 +448,7 @@ _LEAST_ROOM = 4  # a quarter of the context is room enough for an answer, howeve
 
 
 class Chat:
-    """A conversation that is being held.
+    """A conversation with a model.
 
     Attributes:
         messages: what was said and still fits into the model's context, oldest first.
@@ -483,7 +496,7 @@ class Chat:
         return answer
 
     def _prompt(self) -> list[int]:
-        """Return the conversation's tokens, without its oldest turns where they leave no room for an answer."""
+        """Return the conversation's tokens, forgetting the oldest turns that leave no room for an answer."""
         pair, most = self._writer.pair, self._writer.options.max_new_tokens
         ids = chat_ids(pair.tokenizer, self.messages, "chat")
         if pair.target.limit is None:

@@ -97,7 +97,7 @@ def update_draft(
 
 
 def draft_run(run: Path) -> DraftRecipe:
-    """Return the recipe of the run of a draft; ``PeftlabError`` where there is none."""
+    """Return the recipe of a draft's run, or raise ``PeftlabError`` where there is none."""
     if not run.is_dir():
         raise PeftlabError(f"{run}: no such directory{similar_path(str(run))}")
     if not (run / "recipe.yaml").exists():
@@ -109,7 +109,7 @@ def draft_run(run: Path) -> DraftRecipe:
 
 
 def updates(run: Path) -> tuple[list[Path], Path | None]:
-    """Return the updates of a run, oldest first, and the stream among them that was stopped before its end, if any."""
+    """Return a run's finished updates, oldest first, and the stream that was stopped before its end, or None."""
     places = sorted((run / "updates").glob("[0-9][0-9][0-9][0-9]"))
     stopped = [place for place in places if (place / SETTINGS).exists() and not (place / STREAM).exists()]
     done = [place for place in places if (place / "recipe.yaml").exists() and place not in stopped]
@@ -117,13 +117,21 @@ def updates(run: Path) -> tuple[list[Path], Path | None]:
 
 
 def continued(first: DraftRecipe, newest: Path, log: str | Path) -> DraftConfig:
-    """Return the draft section that continues from the draft of ``newest``."""
+    """Return the draft section that continues from the draft of ``newest``.
+
+    Args:
+        first: the first run's recipe. newest: directory of a run or update. log: the requests, for messages.
+    """
     kind: type[DraftKind[DraftConfig]] = resolve(DRAFTS.find(first.draft.kind).kind)
     return kind.update(first.draft, newest, Path(log))
 
 
 def with_overrides(run: Path, overrides: Iterable[str]) -> DraftRecipe:
-    """Return the run's recipe with overrides, which do not make it one of another kind."""
+    """Return the run's recipe with overrides, or refuse overrides that make it one of another kind.
+
+    Args:
+        run: the run's directory. overrides: KEY=VALUE.
+    """
     wanted = load_recipe(run / "recipe.yaml", overrides)
     if not isinstance(wanted, DraftRecipe):
         raise PeftlabError(f"an update is one run of kind draft, and the overrides make it a {wanted.kind}")
@@ -133,7 +141,12 @@ def with_overrides(run: Path, overrides: Iterable[str]) -> DraftRecipe:
 def fill_replay(
     run: Path, number: int, tokenizer: PreTrainedTokenizerBase, requests: Sequence[Request], size: int
 ) -> Path:
-    """Write the buffer of update ``number``: the newest ``size`` of these requests and of the earlier updates'."""
+    """Write the replay buffer of an update: the newest of its requests and of the earlier updates'.
+
+    Args:
+        run: the first run's directory. number: of the update. tokenizer: the target's. requests: in order.
+        size: requests of the buffer, at most.
+    """
     before = run / "updates" / f"replay-{number - 1:04d}.jsonl"
     buffer = [*(read_requests(before, tokenizer) if before.exists() else []), *requests][-size:]
     rows = ({"prompt_ids": r.prompt, "response_ids": r.response} for r in buffer)
@@ -227,7 +240,7 @@ def update_live(
 
 
 def _check_same(place: Path, settings: dict[str, Json]) -> None:
-    """Raise ``PeftlabError`` where a stopped stream was begun otherwise than it is to be continued."""
+    """Raise ``PeftlabError`` where a stopped stream was begun with other settings than it is to be continued with."""
     before = read_object(place / SETTINGS)
     differ = [name for name, value in settings.items() if before.get(name) != value]
     if differ:
@@ -239,7 +252,7 @@ def _check_same(place: Path, settings: dict[str, Json]) -> None:
 
 @dataclass
 class _Live:
-    """A stream while it is served.
+    """A stream while its requests are decoded.
 
     Attributes:
         run: the draft's first run. start: where the draft at the start of the stream is stored.
@@ -264,18 +277,18 @@ class _Live:
 
     @property
     def place(self) -> Path:
-        """Directory of the update."""
+        """The directory of the update."""
         return Path(self.recipe.output_dir)
 
     def settings(self) -> dict[str, Json]:
-        """Return what all that follows depends on, by names for messages."""
+        """Return the settings on which the stream depends, by their names in messages."""
         requests = hashlib.sha256(json.dumps(self.text.prompts).encode()).hexdigest()
         target = weights_digest(self.target)
         recipe = dump_recipe(self.recipe)
         return {"requests": requests, "target": target, "recipe": recipe, "every": self.every, "size": self.size}
 
     def serve(self) -> None:
-        """Decode the windows that are not done yet, each with an update after it; a window is stored when it is done.
+        """Decode the windows that are not done yet, with an update after each; a finished window is stored.
 
         What a window depends on is stored: a stream that is stopped and continued ends as one that was not.
         """
@@ -301,7 +314,7 @@ class _Live:
             print(window_line(number, first + 1, window_result(self.windows[-1])))
 
     def finish(self, number: int) -> StreamResults:
-        """Move the last draft to where a run has it, and write what the stream gave.
+        """Move the last draft to where a run has it, and write the stream's results.
 
         Where nothing was rejected the draft is as it was, and the update's directory is removed.
         """
@@ -324,22 +337,24 @@ class _Live:
         return results
 
     def _requests(self) -> list[LiveRequest]:
+        """Return all requests that were decoded, in order."""
         return [request for each in self.windows for request in each.requests]
 
     def _buffer(self, newest: Sequence[LiveRequest]) -> list[LiveRequest]:
+        """Return the newest ``size`` requests of the stream, ``newest`` included."""
         return [*self._requests(), *newest][-self.size :]
 
     def _stored(self, number: int) -> Path:
-        """Return where the draft after a window is stored."""
+        """Return the directory of the draft after a window."""
         return self.place / "drafts" / f"{number:04d}"
 
     def _newest(self) -> Path:
-        """Return where the draft after the newest update is stored."""
+        """Return the directory of the draft after the newest update."""
         learnt = [number for number, each in enumerate(self.windows, start=1) if each.learnt_tokens]
         return self._stored(learnt[-1]) if learnt else self.start
 
     def _load(self, directory: Path) -> DraftKind[DraftConfig]:
-        """Load the draft that a directory contains, as training continues it."""
+        """Load the draft in a directory as training continues it."""
         config = continued(self.recipe, directory, self.place)
         if "store_gb" in type(config).model_fields:  # an update's text is read once
             config = config.model_copy(update={"store_gb": None})
@@ -356,7 +371,7 @@ class _Live:
         return draft
 
     def _serve(self, directory: Path) -> ServedDraft:
-        """Load the draft that a directory contains, for decoding, which may cut its head down."""
+        """Load the draft in a directory for decoding, which may cut its head down to a reduced vocabulary."""
         draft = self._load(directory)
         merged = draft.adapted if draft.separate else None
         served = draft.drafter(SavedDraft(directory, merged, read_draft_tokens(directory / "merged")))
@@ -364,7 +379,7 @@ class _Live:
         return served
 
     def _decode(self, live: ServedDraft, numbers: range) -> tuple[list[LiveRequest], tuple[float, float]]:
-        """Decode some requests with both drafts; return them and the seconds of each."""
+        """Decode some requests with both drafts; return them and the seconds that each draft took."""
         top_k = self.recipe.data.top_k
         kept = [RejectionTopK(top_k) if top_k is not None else None for _ in numbers]
         clock = time.perf_counter()
@@ -382,7 +397,7 @@ class _Live:
     def _outputs(
         self, served: ServedDraft, numbers: range, observers: Sequence[RejectionTopK | None]
     ) -> list[Generation]:
-        """Decode requests one after the other; a sampled one depends on its number alone."""
+        """Decode requests one after the other, each seeded by its number alone."""
         data, recipe = self.recipe.data, self.recipe
         if served.features not in self._engines:
             self._engines[served.features] = build_engine(self.target, features=served.features)
@@ -425,7 +440,7 @@ class _Live:
                 shutil.rmtree(staging / left, ignore_errors=True)
 
     def _text(self, buffer: Sequence[LiveRequest]) -> Dataset:
-        """Return what a reduced vocabulary is chosen from: the buffer's text, and the run's own where there is one."""
+        """Return the text from which a reduced vocabulary is chosen: the buffer's, and the run's own if it has any."""
         served = make_dataset([each.request for each in buffer])
         first = draft_run(self.run)
         if getattr(self.recipe.draft, "vocabulary", None) is None or first.data.prompts is None:
