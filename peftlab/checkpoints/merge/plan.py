@@ -441,7 +441,8 @@ def _unplaced(plan: MergePlan, found: dict[str, Place], options: MergeOptions) -
     if own is not None and type(own) is not type(plan.model):
         body = own.base_model_prefix
         if isinstance(own._modules.get(body), nn.Module):
-            heads = [name for name in own._modules if name != body]
+            # A head is what the class adds to its body; a tower or a codec beside it is a model by itself, and stays.
+            heads = [name for name, child in own.named_children() if name != body and not _has_models(child)]
         elif any(place.key == prefix + key for key, place in found.items()):  # of the bare body, whose name is added
             in_body = {key for key, place in places(own, rest).items() if place is not None}
     for key in rest:
@@ -459,6 +460,12 @@ def _unplaced(plan: MergePlan, found: dict[str, Place], options: MergeOptions) -
         left = [key for key in rest if key in plan.dropped]
         plan.notes.append(f"{len(left)} tensors were left out: the head of {type(own).__name__} ({_summary(left)})")
     return where
+
+
+def _has_models(module: nn.Module) -> bool:
+    from transformers import PreTrainedModel
+
+    return any(isinstance(inner, PreTrainedModel) for inner in module.modules())
 
 
 def _own_class(directory: Path, options: MergeOptions) -> PreTrainedModel | None:
