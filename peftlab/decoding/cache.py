@@ -271,9 +271,7 @@ class Block:
                 visible_slots(self.starts, self.tree.below.to(device)),
                 self._stored_positions(slot, self.tree),
             )
-        if (
-            window is not None
-        ):  # by positions: nodes of a tree on one level share a position, but have slots of their own
+        if window is not None:  # counted in positions, which nodes on one level of a tree share, not in slots
             seen = seen & (positions - stored < window)
         return seen[:, None]
 
@@ -548,7 +546,7 @@ class EngineWrapper:
         self.device, self.encoder = engine.device, engine.encoder
 
     def new_cache(self, batch: int, capacity: int, context: Context | None = None) -> KVCache:
-        """See ``Engine.new_cache``."""
+        """Return an empty cache; see ``Engine.new_cache``."""
         return self._engine.new_cache(batch, capacity, context)
 
 

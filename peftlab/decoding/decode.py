@@ -1,4 +1,4 @@
-"""The decoder: plain and speculative decoding of a batch, exact for every drafter unless a lossy rule is named.
+"""The decoder: plain and speculative decoding of a batch; the output is exact unless a lossy rule is given.
 
 A step reads the last known token and the drafted ones in one forward pass of the target, accepts some of the drafted
 tokens, and emits one token more. Plain decoding is the same step with nothing drafted.
@@ -54,7 +54,7 @@ class Generation:
 
 @dataclass(frozen=True)
 class StoppingCriteria:
-    """What ends an output.
+    """The conditions that end an output.
 
     Attributes:
         max_new_tokens: its largest number of tokens.
@@ -68,7 +68,9 @@ class StoppingCriteria:
 
 
 OnTokens = Callable[[int, list[int]], None]
+"""(number of the prompt, its new tokens) -> None."""
 Observe = Callable[[list[Row], Verified], None]
+"""(the rows of a step, its verification) -> None."""
 
 
 @torch.inference_mode()
@@ -118,7 +120,7 @@ def decode(
     results = [Generation() for _ in prompts]
     rows: list[Row] = []
     for index, prompt in enumerate(prompts):
-        generator = torch.Generator().manual_seed(sampling.seed + index)  # on the CPU, where nothing waits for it
+        generator = torch.Generator().manual_seed(sampling.seed + index)  # on the CPU: no synchronisation with a device
         source, begun = ([], list(prompt)) if target.encoder is None else (list(prompt), list(target.encoder.start))
         row = Row(index, len(rows), begun, len(begun), policy(), generator, source)
         if _remaining_tokens(target, row, stopping) > 0:
@@ -160,13 +162,13 @@ def _check_lossy(drafter: Drafter | None, lossy: LossyRule | None) -> None:
 
 
 def _remaining_tokens(target: Engine, row: Row, stopping: StoppingCriteria) -> int:
-    """Return how many tokens a row may still emit."""
+    """Return the number of tokens that a row may still emit by ``max_new_tokens`` and the target's context."""
     room = stopping.max_new_tokens - (len(row.tokens) - row.prompt_length)
     return room if target.limit is None else min(room, target.limit - len(row.tokens))
 
 
 def _largest_equal_group(rows: list[Row]) -> list[Row]:
-    """Return the largest set of rows of one length; of several the shortest rows, which may catch up."""
+    """Return the largest set of rows of equal length; of sets of one size, the one with the shortest rows."""
     by_length: dict[int, list[Row]] = defaultdict(list)
     for row in rows:
         by_length[len(row.tokens)].append(row)
@@ -178,7 +180,7 @@ _SPARE_SLOTS = 64  # slots past the longest sequence, for drafted tokens that wi
 
 @dataclass
 class _Batch:
-    """The sequences that are being decoded, and their state.
+    """The sequences that are being decoded together, their cache, and those that wait for a slot.
 
     A sequence that ends leaves ``rows``; its slot in every cache is taken by the next one that waits, or else removed.
     """
@@ -208,12 +210,12 @@ class _Batch:
             self.drafter.start(self.rows, state)
 
     def _read(self, rows: list[Row]) -> TargetState:
-        """Read the prompts of some rows into their slots."""
+        """Read the prompts of some rows, all tokens but the last, into their slots of the cache."""
         read = prefill(self.target, self.cache, [row.tokens for row in rows], [row.slot for row in rows])
         return TargetState(self.cache, read.hidden, self.target.vocab_size, self.sampling, read.features)
 
     def step(self, rows: list[Row]) -> None:
-        """Draft for some of the rows, verify, and append what they emit."""
+        """Draft for some of the rows, verify the drafts, and append the emitted tokens."""
         for row, generator in zip(rows, self._generators(rows), strict=True):
             row.generator = generator
         verified = self._verify(rows, self._propose(rows))
@@ -231,7 +233,10 @@ class _Batch:
             self._refill(ended)
 
     def _generators(self, rows: list[Row]) -> list[torch.Generator]:
-        """Return new generators, for one number of each row: what it draws later is the same however many they give."""
+        """Return a new generator for each row, seeded by one number of the row's own.
+
+        So a row draws the same numbers in later steps, however many are drawn in this one.
+        """
         return fork_generators((self._seeds[row.index] for row in rows), self.target.device)
 
     def _propose(self, rows: list[Row]) -> Proposal:
@@ -242,7 +247,7 @@ class _Batch:
         return Proposal.empty(len(rows), self.target.device)
 
     def _budget(self, row: Row, batch: int) -> int:
-        """Return how many tokens to draft: no more than could be emitted before the one that follows them."""
+        """Return the number of tokens to draft: at most as many as can be emitted with one more after them."""
         return max(
             0, min(row.policy.budget(batch), _remaining_tokens(self.target, row, self.stopping) - 1, _SPARE_SLOTS)
         )
@@ -250,6 +255,7 @@ class _Batch:
     def _verify(self, rows: list[Row], draft: Proposal) -> Verified:
         last = right_padded([row.tokens[-1:] for row in rows], 1).to(self.target.device)
         draft.tokens = draft.tokens.to(self.target.device)
+        # Places without a drafted token (-1) read token 0; verification never looks at their output.
         inputs = torch.cat((last, draft.tokens.clamp_min(0)), 1)  # [b, N+1]
         tree = None if draft.parents is None else shape_of(draft.parents)
         starts = [len(row.tokens) - 1 for row in rows]
@@ -272,10 +278,11 @@ class _Batch:
     def _emit(
         self, row: Row, parents: Sequence[int] | None, tokens: list[int], path: list[int], following: int, ahead: bool
     ) -> bool:
-        """Append the accepted ones of a row's drafted tokens and the one after them; return whether that ends it.
+        """Append a row's accepted tokens and the next token to its output; return whether the output has ended.
 
         Args:
-            ahead: whether that one was drafted, too.
+            row: the sequence. parents, tokens: of its N drafted nodes. path: the accepted nodes.
+            following: the next token. ahead: whether that one was drafted, too.
         """
         self.cache.commit(row.slot, len(row.tokens), path)
         depths = range(1, len(tokens) + 1) if parents is None else depths_of(parents)
@@ -296,7 +303,7 @@ class _Batch:
         return reason is not None
 
     def _end_of_output(self, before: list[int], run: list[int], row: Row) -> tuple[int, str | None]:
-        """Return how many tokens of an accepted run are output, and why the output ends there, if it does."""
+        """Return the number of accepted tokens that are output, and the reason if the output ends there."""
         room = _remaining_tokens(self.target, row, self.stopping)
         for n, token in enumerate(run, start=1):
             if token in self.stopping.eos:
@@ -308,7 +315,7 @@ class _Batch:
         return len(run), None
 
     def _refill(self, ended: set[int]) -> None:
-        """Give the slots of sequences that have ended to those that wait; remove the other slots from every cache."""
+        """Give the slots of ended sequences to waiting ones; remove the slots that are left from every cache."""
         free = [row.slot for row in self.rows if row.index in ended]
         joining, self.waiting = self.waiting[: len(free)], self.waiting[len(free) :]
         for row, slot in zip(joining, free, strict=False):
@@ -323,7 +330,7 @@ class _Batch:
             self._select([row.slot for row in self.rows])
 
     def _select(self, slots: list[int]) -> None:
-        """Keep only these slots."""
+        """Keep only these slots in every cache, and renumber the rows."""
         self.cache.select(slots)
         if self.drafter is not None:
             self.drafter.select(slots)

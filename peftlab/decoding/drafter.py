@@ -1,4 +1,4 @@
-"""The interface of drafters: the sequences they see, what they propose, and what they are told of the outcome.
+"""The interface of drafters: the sequences that they continue, their proposals, and the target's verification.
 
 ``draft_chain`` is the loop of every draft that computes one token after the other.
 """
@@ -44,7 +44,7 @@ class Row:
 
     @property
     def text(self) -> list[int]:
-        """Return the source, if there is one, and the tokens."""
+        """Return the tokens, after the encoder's prompt if there is one."""
         return self.source + self.tokens if self.source else self.tokens
 
 
@@ -71,7 +71,11 @@ class Proposal:
 
     @classmethod
     def empty(cls, b: int, device: torch.device) -> Proposal:
-        """Return a proposal of no token for any of b rows."""
+        """Return a proposal without tokens for b rows.
+
+        Args:
+            b: rows. device: of the tensors.
+        """
         return cls(torch.full((b, 0), -1, device=device))
 
 
@@ -137,14 +141,14 @@ Accept = Callable[[Proposal, Output], Accepted]
 
 
 class Drafter(Protocol):
-    """Anything that proposes the next tokens; what a class that inherits from it leaves out is as here.
+    """The interface of drafters, which propose the next tokens; a class that inherits from it has its defaults.
 
     Attributes:
         name: for reports.
-        gives: what ``decoding.table.POLICIES`` may need of a drafter.
+        provides: the properties that policies of ``decoding.table.POLICIES`` may need of a drafter.
         draft_model: what drafts its chains, a step for each token; None where no model does.
-        at_once: whether it drafts while the target verifies. Its time is then no part of a step's, and tokens that the
-            target has not read are verified exactly or not at all.
+        concurrent: whether it drafts while the target verifies. Its time is then no part of a step's, and tokens that
+            the target has not read are verified exactly or not at all.
         has_logits: whether it proposes chains with the logits of each token's distribution (``Proposal.logits``).
     """
 
@@ -178,22 +182,35 @@ class Drafter(Protocol):
         return [DraftCandidate(n, block_efficiency_by_position(acceptance[:n]), n) for n in lengths]
 
     def start(self, rows: list[Row], state: TargetState) -> None:
-        """Begin new sequences; earlier ones are finished."""
+        """Begin new sequences; earlier ones are finished.
+
+        Args:
+            rows: the sequences. state: the target's, after their prompts.
+        """
         ...
 
     def join(self, rows: list[Row], state: TargetState) -> None:
-        """Begin further sequences, in slots of sequences that have ended; ``state`` is theirs."""
+        """Begin further sequences, in slots of sequences that have ended.
+
+        Args:
+            rows: the further sequences. state: the target's, after their prompts.
+        """
         ...
 
     def propose(self, rows: list[Row], budgets: list[int]) -> Proposal:
-        """Propose at most ``budgets[i]`` tokens for ``rows[i]``; at least one budget is 1 or more."""
+        """Propose tokens that may follow each row.
+
+        Args:
+            rows: the sequences of a step. budgets: of each row, how many tokens at most; one of them is 1 or more.
+        """
         ...
 
     def read(self, target: Engine, cache: KVCache, inputs: Tensor, draft: Proposal, block: Block) -> Output:
-        """Let the target read a draft behind the last known tokens; a drafter may let it read more behind them.
+        """Run the target on the last known tokens and the draft; a drafter may have it read more after them.
 
         Args:
-            inputs: [b, N+1]. block: where they are stored.
+            target, cache: the target and its cache. inputs: [b, N+1], the last known token and the drafted ones.
+            draft: the proposal. block: the slots of the inputs.
 
         Returns:
             The output for the inputs.
@@ -201,10 +218,11 @@ class Drafter(Protocol):
         return target.forward(cache, inputs, block)
 
     def verify(self, rows: list[Row], inputs: Tensor, draft: Proposal, output: Output, accepted: Accept) -> Verified:
-        """Return what is accepted of a draft; by default of the tokens that the target has read, and of no others.
+        """Return the verification of a draft; by default of the tokens that the target has read, and of no others.
 
         Args:
-            inputs, draft, output: what the target has read, and what it gave. accepted: verifies a draft.
+            rows: the sequences of the step. inputs: [b, N+1], read by the target. draft: the proposal among them.
+            output: the target's, for the inputs. accepted: verifies a draft.
         """
         return Verified(inputs, draft, output, *accepted(draft, output))
 
@@ -212,16 +230,19 @@ class Drafter(Protocol):
         """Learn from the verification, by default nothing; ``rows`` contain their new tokens already.
 
         What was verified may contain more than this drafter proposed, or nothing of it.
+
+        Args:
+            rows: the sequences of the step. verified: accepted tokens and the target's output.
         """
         return
 
     def select(self, slots: list[int]) -> None:
-        """Keep only the sequences in these slots, in this order; by default a drafter has nothing in slots."""
+        """Keep only the sequences in these slots, in this order; by default a drafter keeps nothing by slots."""
         return
 
 
 class DrafterWrapper(Drafter):
-    """A base for a drafter around another one: whatever it does not override is the other's.
+    """A base class for a drafter around another one: every method that it does not override is the other's.
 
     Attributes:
         drafter: the other one.
@@ -283,11 +304,11 @@ def draft_chain(
     known: tuple[Tensor, int] | None = None,
     least: float = 0.0,
 ) -> Proposal:
-    """Return a chain for each row, drawn from the draft's distribution or, greedily, its largest logits.
+    """Return a chain for each row: drawn from the draft's distributions, or its largest logits in greedy decoding.
 
     Args:
-        budgets: of each row, one of them 1 or more; a row's policy may stop earlier, and the number is then lowered to
-            what was drafted.
+        rows: the sequences. budgets: of each row, one of them 1 or more; a row's policy may stop earlier, and the
+            number is then lowered to what was drafted.
         first: the draft's output, of which the last place gives the first token: logits [b, n, V], states [b, n, H].
         following: (tokens [b], the output they were drawn from, how many were drawn before) -> the next output.
         sampling: as the target's.
@@ -295,7 +316,7 @@ def draft_chain(
         known: of a draft with logits of some tokens only, these tokens [V_d] and V; None: logits are of all.
     """
     random, greedy = RowRandomSource([row.generator for row in rows]), sampling.greedy
-    # Only then is a greedy q worth its softmax.
+    # In greedy decoding q is needed only to decide where to stop: without that, its softmax is saved.
     watched = least > 0 or any(row.policy.needs_confidence for row in rows)
     tokens, probs, logits = [], [], []
     output = first
@@ -324,7 +345,7 @@ def draft_chain(
 
 
 def _expand_vocabulary(values: Tensor, known: tuple[Tensor, int] | None, other: float) -> Tensor:
-    """Return what is known of some tokens, [b, N, V_d], for all of them, [b, N, V]: ``other`` for the rest."""
+    """Return values of V_d tokens, [b, N, V_d], as values of all V, [b, N, V]: ``other`` for the other tokens."""
     if known is None:
         return values
     tokens, size = known

@@ -1,4 +1,4 @@
-"""Choosing the forward pass that decodes a model: the fastest that a trial on the model shows to be exact.
+"""Choose the forward pass that decodes a model: the fastest that a trial on the model shows to be exact.
 
 Architectures differ in how they place and mask tokens, and a wrong mask gives wrong text without an error. So each
 engine reads a handful of tokens, past the model's attention window, and its logits are compared with those of the
@@ -87,6 +87,7 @@ def build_engine(
 
 
 def _make_trial(make: type[Trial], model: PreTrainedModel | Decoder, name: str) -> Trial:
+    """Return a trial of a model; an error where its own forward fails, or is not causal."""
     try:
         trial = make(model)
     except _FORWARD_ERRORS as fault:
@@ -96,12 +97,16 @@ def _make_trial(make: type[Trial], model: PreTrainedModel | Decoder, name: str) 
     return trial
 
 
-# What a model raises when it is given a mask, a position or a cache of a form that it does not know.
+# Errors that a model raises when it is given a mask, a position or a cache of a form that it does not know.
 _FORWARD_ERRORS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, NotImplementedError)
 
 
 def _exact_engine(engine: Engine, trial: Trial, failures: list[str]) -> Engine | None:
-    """Return the engine, its blocks split where necessary; None if single rows are wrong. ``failures`` says why."""
+    """Return an exact engine: the given one, its blocks split where that is necessary; None if single rows are wrong.
+
+    Args:
+        engine: to try. trial: of the model. failures: reasons of failed checks are appended to it.
+    """
 
     def passes(check: Callable[[Engine], bool], engine: Engine) -> bool:
         try:
@@ -134,7 +139,7 @@ _EDGE_FACTOR = 32  # how much larger the values are at the edge of the window, w
 
 
 class Trial:
-    """What the model's own forward gives for single rows, and whether an engine gives the same.
+    """A comparison of engines with the model's own forward on single rows.
 
     Two sequences are continued, one of 5 tokens and one past the window. Logits agree where their ``difference`` is
     at most the square root of the precision of the dtype that the model computes in: 3e-4 in float32, 0.03 in
@@ -176,7 +181,7 @@ class Trial:
             self.causal = self._logits_agree(torch.cat(parts), self._paths[self._long][0])
 
     def chains(self, engine: Engine) -> bool:
-        """Return whether single rows are right: a prompt, tokens past the window, and one that replaces another."""
+        """Return whether logits of single rows are right: a prompt, tokens past the window, a token read again."""
         prompt, path = self._prompt[None], self._tree[None, _PATHS[0]]
         with _eval_mode(self._model), torch.inference_mode():
             empty = engine.new_cache(1, len(self._prompt))
@@ -193,7 +198,7 @@ class Trial:
         )
 
     def batches(self, engine: Engine) -> bool:
-        """Return whether the rows of a batch of different lengths are right."""
+        """Return whether logits of a batch of rows of different lengths are right."""
         starts = (self._short, self._long, self._short)
         tokens = self._tree[_PATHS[0]].expand(len(starts), -1)
         with _eval_mode(self._model), torch.inference_mode():
@@ -201,7 +206,7 @@ class Trial:
         return all(self._logits_agree(row, self._paths[n][0]) for row, n in zip(out.logits, starts, strict=True))
 
     def trees(self, engine: Engine) -> bool:
-        """Return whether trees are right, in a batch of different lengths."""
+        """Return whether logits of trees are right, in a batch of rows of different lengths."""
         starts = (self._short, self._long)
         block = Block(starts, _NODES, tree=shape_of([_PARENTS] * len(starts)))
         with _eval_mode(self._model), torch.inference_mode():
@@ -233,7 +238,7 @@ class Trial:
         return self._model(input_ids=tokens[None], past_key_values=cache, use_cache=True).logits[0]
 
     def _repeated_states(self, length: int) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Yield each layer's keys and values of ``length`` tokens, [1, H_kv, length, D]."""
+        """Yield each layer's index, and keys and values [1, H_kv, length, D]: the prompt's, repeated."""
         for i, keys, values in self._states:
             slot = torch.arange(length, device=keys.device)
             edge = (slot - max(0, length - self._window)).abs() <= _NODES
@@ -259,7 +264,7 @@ class Trial:
 
 
 class StateTrial(Trial):
-    """A trial of a state-space model, whose own forward reads everything anew, from the first token on."""
+    """A trial of a state-space model, whose own forward reads a sequence again from its first token."""
 
     def _read_prompt(self) -> Tensor:
         return self._continue(0, self._prompt)[0]
@@ -279,7 +284,11 @@ class StateTrial(Trial):
 
 
 def difference(logits: Tensor, expected: Tensor) -> float:
-    """Return |a - b| / |b - mean b| of logits a and b, [n, V], root mean square over positions; infinite for nan."""
+    """Return the root mean square over positions of |a - b| / |b - mean b|; infinite for nan.
+
+    Args:
+        logits: a, [n, V]. expected: b, [n, V].
+    """
     usual = expected.abs() < torch.finfo(torch.float16).max  # some models set the logits of some tokens to -inf
     logits, expected, usual = logits.cpu(), expected.cpu(), usual.cpu()  # MPS has no fp64
     a, b = (torch.where(usual, x, 0).double() for x in (logits, expected))
@@ -290,7 +299,7 @@ def difference(logits: Tensor, expected: Tensor) -> float:
 
 @contextmanager
 def _dtypes_of_products(model: PreTrainedModel | Decoder) -> Iterator[set[torch.dtype]]:
-    """Collect the dtypes in which the model computes in this block: its own, and the LM head's, as autocast has it."""
+    """Collect the dtypes of the model's products in the with-block: its own, and that of the logits under autocast."""
     dtypes, head = {model.dtype}, model.get_output_embeddings()
     if not isinstance(head, nn.Module):
         yield dtypes
@@ -309,7 +318,7 @@ def _precision(dtype: torch.dtype) -> float:
 
 
 def _window(config: PretrainedConfig) -> int:
-    """Return the width of the model's attention window; 0 without one, or where it is too wide to be exceeded."""
+    """Return the width of the model's attention window; 0 without one, or if it is wider than ``_MAX_WINDOW``."""
     names = ("sliding_window", "window_size", "attention_chunk_size", "attention_window_size", "local_attention")
     widths = [width for name in names if isinstance(width := getattr(config, name, None), int)]
     return max((width for width in widths if width <= _MAX_WINDOW), default=0)
@@ -317,7 +326,7 @@ def _window(config: PretrainedConfig) -> int:
 
 @contextmanager
 def _eval_mode(model: nn.Module) -> Iterator[None]:
-    """Switch off dropout within a block, and rounded inputs: a model that is being trained stays in training."""
+    """Switch off dropout and the rounding of int8 inputs in the with-block; restore training mode after it."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -329,7 +338,7 @@ def _eval_mode(model: nn.Module) -> Iterator[None]:
 
 
 class EqualLengths(EngineWrapper):
-    """An engine that runs rows of one length at a time."""
+    """An engine that runs rows of equal length together, and different lengths in turn."""
 
     def __init__(self, engine: Engine):
         super().__init__(engine, ", rows of one length at a time")
@@ -337,7 +346,7 @@ class EqualLengths(EngineWrapper):
 
     @torch.inference_mode()
     def forward(self, cache: KVCache, tokens: Tensor, block: Block, keep: list[int] | None = None) -> Output:
-        """See ``Engine.forward``."""
+        """Run this engine on new tokens; see ``Engine.forward``."""
         by_start: dict[int, list[int]] = defaultdict(list)
         for place, start in enumerate(block.starts):
             by_start[start].append(place)
@@ -357,6 +366,7 @@ class EqualLengths(EngineWrapper):
             out = self._engine.forward(cache, tokens[places, :n], part, [wanted[i] for i in kept])
             if not len(logits):
                 logits, hidden = (x.new_zeros(len(tokens), len(wanted), x.shape[-1]) for x in (out.logits, out.hidden))
+            # Rows in this group by tokens kept: the two index tensors broadcast to a rectangle of the output.
             rectangle = torch.tensor(places)[:, None], torch.tensor(kept)
             logits[rectangle], hidden[rectangle] = out.logits, out.hidden
             if out.features is not None:
@@ -375,7 +385,7 @@ class PathByPath(EngineWrapper):
 
     @torch.inference_mode()
     def forward(self, cache: KVCache, tokens: Tensor, block: Block, keep: list[int] | None = None) -> Output:
-        """See ``Engine.forward``."""
+        """Run this engine on new tokens; see ``Engine.forward``."""
         if block.tree is None:
             return self._engine.forward(cache, tokens, block, keep)
         paths = paths_of(block.tree.below.to(self.device))

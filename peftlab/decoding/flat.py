@@ -1,4 +1,4 @@
-"""The flattened step: a decoder's forward pass as some twenty operations per layer and nothing else.
+"""The flattened step: a decoder's forward pass in some twenty operations per layer, without modules or hooks.
 
 At one token, most of the time of ``transformers``' forward is Python. Here q, k, v are one product, gate and up are
 one, attention folds the query heads that share a key head into the query length, and on the CPU every weight is packed
@@ -48,7 +48,7 @@ class Norm:
 
 @dataclass(frozen=True)
 class LayerStructure:
-    """One layer: h + after(out(attention(before(h)))), then the same with the MLP.
+    """The weights of one layer: h + after(out(attention(before(h)))), then the same with the MLP.
 
     Attributes:
         qkv: all query heads, then key heads, then value heads; in one linear or several, to be stacked.
@@ -77,7 +77,7 @@ class LayerStructure:
 
 @dataclass(frozen=True)
 class Structure:
-    """A decoder.
+    """The weights and settings of a decoder.
 
     Attributes:
         embedding: [V, H]. embedding_scale: what it is multiplied by. positions: learned ones, [limit, H].
@@ -106,7 +106,7 @@ class Structure:
 
 
 def structure_of(model: PreTrainedModel) -> Structure | None:
-    """Return what ``model`` computes; None for a family not in the table, a hook, or a layer that is not plain."""
+    """Return the weights that ``model`` computes with; None for an unknown family, a hook, or an unusual layer."""
     read = _FAMILIES.get(type(model).__name__)
     if read is None or _has_dynamic_rope(model.config) or _has_hooks(model):
         return None
@@ -126,7 +126,11 @@ _PRE_AND_POST_NORMS = {"before_attention": "input_layernorm", "before_mlp": "pre
 
 
 def _llama(model: KnownModel, norms: dict[str, str]) -> Structure:
-    """Read a model built as Llama is: ``norms`` names the norms of a layer by their place."""
+    """Return the structure of a model built as Llama is.
+
+    Args:
+        norms: place in a layer -> name of the norm's module.
+    """
     config, body = model.config, model.model
     first = body.layers[0].self_attn
     queries, keys = config.num_attention_heads, getattr(config, "num_key_value_heads", config.num_attention_heads)
@@ -211,7 +215,7 @@ def _gpt_neox(model: KnownModel) -> Structure:
     heads, dim = config.num_attention_heads, config.hidden_size // config.num_attention_heads
 
     def by_part(linear: Linear) -> Linear:
-        """Reorder a map whose outputs are query, key and value of each head: all queries, all keys, all values."""
+        """Return a map with outputs by head, (query, key, value) each, reordered: all queries, all keys, all values."""
 
         def parts(outputs: Tensor) -> Tensor:
             return outputs.unflatten(0, (heads, 3, dim)).transpose(0, 1).flatten(0, 2)
@@ -289,7 +293,7 @@ def _is_plain(module: nn.Module) -> bool:
 
 
 def _is_quantised_on_cpu(module: nn.Module) -> bool:
-    """Return whether a map is one of bitsandbytes' on the CPU, which dequantise their weights at every step."""
+    """Return whether a module is a quantised linear map of bitsandbytes on the CPU, dequantised at every step."""
     own = type(module).__name__ in ("Linear4bit", "Linear8bitLt")
     return own and is_quantised(module) and module.get_parameter("weight").device.type == "cpu"
 
@@ -321,7 +325,7 @@ def _read_norm(module: KnownModel) -> Norm:
 
 
 def _read_activation(module: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """Return the function that an activation module computes: calling a module takes longer than a small product."""
+    """Return the function of an activation module: calling the module takes longer than a small product."""
     return F.silu if isinstance(module, nn.SiLU) or type(module).__name__ == "SiLUActivation" else module
 
 
@@ -333,14 +337,14 @@ def _attention_window(config: PretrainedConfig, layer: int) -> int | None:
 
 
 def _has_dynamic_rope(config: PretrainedConfig) -> bool:
-    """Return whether the angles of a position depend on the length: then there is no table of them."""
+    """Return whether the angles of a position depend on the text's length, so that no table has them."""
     parameters = getattr(config, "rope_parameters", None) or {}
     each = [parameters] if "rope_type" in parameters else [p for p in parameters.values() if isinstance(p, dict)]
     return any(p.get("rope_type") in ("dynamic", "longrope") for p in each)
 
 
 def _has_hooks(model: nn.Module) -> bool:
-    """Return whether a hook may change what is computed; those that ``output_hidden_states`` leaves only record."""
+    """Return whether a module has hooks, other than those of ``output_hidden_states``, which only record."""
     hooks = (hook for m in model.modules() for hook in (*m._forward_hooks.values(), *m._forward_pre_hooks.values()))
     return any(getattr(hook, "__module__", None) != "transformers.utils.output_capturing" for hook in hooks)
 
@@ -350,7 +354,7 @@ Function = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class _Layer:
-    """``LayerStructure`` as functions.
+    """The functions of one layer, made from its ``LayerStructure``.
 
     Attributes:
         qkv: h to queries, keys and values. norm_heads: the norms of queries and keys, in place.
@@ -402,11 +406,11 @@ class FlatEngine:
     positioned = True
 
     def new_cache(self, batch: int, capacity: int, context: Context | None = None) -> KVCache:
-        """See ``Engine.new_cache``."""
+        """Return an empty cache; see ``Engine.new_cache``."""
         return KVCache(self.layers, batch, capacity, context)
 
     def forward(self, cache: KVCache, tokens: Tensor, block: Block, keep: list[int] | None = None) -> Output:
-        """See ``Engine.forward``. Tokens that an exit has read in this cache go through the other layers alone."""
+        """Run the model; see ``Engine.forward``. Tokens that an early exit has read skip the first layers."""
         with without_torch_function():
             done = cache.take_first_layers(tokens, block)
             if done is None or done.features.shape[-1] != self._feature_width(done.layers):
@@ -421,7 +425,7 @@ class FlatEngine:
     def _run_remaining(
         self, cache: KVCache, tokens: Tensor, block: Block, done: FirstLayers
     ) -> tuple[Tensor, list[Tensor]]:
-        """Run the later layers on tokens that the first ones have read, and all layers on the others."""
+        """Run the later layers on tokens that the first ones have read, and all layers on the rest of the block."""
         states, features = done.states, done.features
         rest = block.after(states.shape[1])
         if rest is not None:
@@ -447,6 +451,7 @@ class FlatEngine:
         """Run some layers on the states [b, n, H] that enter them.
 
         Args:
+            cache: keys and values. h: [b, n, H]. block: slots of the tokens. layers: indices, rising.
             skipped: sublayers that are left out: 2i is the attention of layer i, 2i + 1 its MLP.
 
         Returns:
@@ -474,7 +479,11 @@ class FlatEngine:
         return h, reported
 
     def output(self, h: Tensor, keep: list[int] | None = None) -> Output:
-        """Return what the final norm and the LM head give for states [..., H] of layers."""
+        """Return logits and normed states for the output of the last layer.
+
+        Args:
+            h: [b, n, H], or [..., H] without ``keep``. keep: places of n to return; None: all.
+        """
         if keep is not None:
             h = h[:, keep]
         h = self._norm(h)
@@ -482,7 +491,11 @@ class FlatEngine:
         return Output(logits if self._cap is None else _softcap(logits, self._cap), h)
 
     def embed(self, tokens: Tensor, block: Block) -> Tensor:
-        """Return the states that enter the first layer, [b, n, H]."""
+        """Return the states that enter the first layer, [b, n, H].
+
+        Args:
+            tokens: [b, n]. block: their slots, for learned positions.
+        """
         h = F.embedding(tokens, self._embedding)
         if self._embedding_scale is not None:
             h = h * self._embedding_scale
@@ -492,7 +505,7 @@ class FlatEngine:
         return h
 
     def _attend(self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, layer: _Layer) -> Tensor:
-        """Return the attention of queries [b, n, heads, D] to keys and values [b, kv, end, D], as [b, n, heads * D]."""
+        """Return attention of queries [b, n, heads, D] to keys and values [b, kv, end, D]: [b, n, heads * D]."""
         folded = fold_heads(queries, keys.shape[1])
         if layer.cap is None:
             seen = F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=layer.scale)
@@ -504,31 +517,39 @@ class FlatEngine:
 
     def _mask(self, block: Block, window: int | None) -> Tensor | None:
         mask = additive_mask(block.visible(window, self.device), self._embedding.dtype)
-        groups = self._heads // self._kv_heads
+        groups = self._heads // self._kv_heads  # the queries of a group follow one another, see ``fold_heads``
         return None if mask is None else mask.repeat(1, 1, groups, 1)
 
 
 @contextmanager
 def without_torch_function() -> Iterator[None]:
-    """Within the block a flat engine's parts may be called."""
+    """Disable autograd and torch-function overrides in the with-block, in which parts of a flat engine are called."""
     # Checking packed weights for overrides of torch's functions would take longer than a small product.
     with torch.inference_mode(), torch._C.DisableTorchFunctionSubclass():
         yield
 
 
 def concatenate_states(states: list[Tensor], like: Tensor) -> Tensor:
-    """Concatenate states [b, n, H] to [b, n, F]; F is 0 where there are none."""
+    """Return states concatenated to [b, n, F]; F is 0 where there are none.
+
+    Args:
+        states: [b, n, H] each. like: [b, n, H], for shape and dtype where there are none.
+    """
     return torch.cat(states, -1) if states else like[..., :0]
 
 
 class _RotaryTable:
-    """Cosines and sines of all positions, made once."""
+    """A table of the cosines and sines of all positions, computed once for a capacity."""
 
     def __init__(self, angles: Angles):
         self._angles, self._cos_sin = angles, (torch.empty(0), torch.empty(0))
 
     def rotation(self, block: Block, capacity: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return cosines and sines of the block's positions, [b or 1, n, 1, R]."""
+        """Return cosines and sines of the block's positions, [b or 1, n, 1, R].
+
+        Args:
+            block: of tokens. capacity: positions that the table must have. device: of the table.
+        """
         if len(self._cos_sin[0]) < capacity:
             cos, sin = self._angles(torch.arange(capacity, device=device)[None])
             # (x1, x2) becomes (x1 cos - x2 sin, x2 cos + x1 sin): the halves are swapped, and the sign is in the sine.
@@ -545,6 +566,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> None:
     """Rotate the first R features of heads [b, n, heads, D] in place.
 
     Args:
+        x: [b, n, heads, D].
         cos, sin: [b or 1, n, 1, R]: (x1, x2) becomes (x1 cos - x2 sin, x2 cos + x1 sin), with the sign in the sine.
     """
     turned = x[..., : cos.shape[-1]]
@@ -552,14 +574,25 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> None:
 
 
 def fold_heads(queries: Tensor, kv: int) -> Tensor:
-    """Turn query heads that share a key head into further queries of it: [b, n, heads, D] -> [b, kv, groups * n, D]."""
+    """Return queries with heads that share a key head turned into further queries of it.
+
+    Args:
+        queries: [b, n, heads, D]. kv: key heads.
+
+    Returns:
+        [b, kv, groups * n, D].
+    """
     b, n, heads, dim = queries.shape
     folded = queries.reshape(b, n, kv, heads // kv, dim)
     return folded[:, 0] if n == 1 else folded.permute(0, 2, 3, 1, 4).flatten(2, 3)
 
 
 def unfold_heads(seen: Tensor, n: int) -> Tensor:
-    """Return what folded queries saw, by token: [b, kv, groups * n, D] -> [b, n, heads * D]."""
+    """Return the attention output of folded queries by token, [b, n, heads * D].
+
+    Args:
+        seen: [b, kv, groups * n, D]. n: tokens.
+    """
     if n > 1:
         seen = seen.unflatten(2, (-1, n)).permute(0, 3, 1, 2, 4)
     return seen.reshape(len(seen), n, -1)
@@ -590,7 +623,7 @@ def _layer_functions(layer: LayerStructure, structure: Structure, products: Prod
 
 
 def _norm_then_linear(norm: Norm | None, linears: Sequence[Linear], products: Products) -> Function:
-    """Return h -> norm(h) Wᵀ + bias; the factor of packed weights is part of the norm's weight."""
+    """Return h -> norm(h) Wᵀ + bias; the scale of packed weights is folded into the norm's weight."""
     multiply, shrink = products.product(linears)
     if norm is not None:
         normed = _norm_function(norm, shrink)
@@ -608,7 +641,7 @@ def _linear_then_norm(linear: Linear, norm: Norm | None, products: Products) -> 
 
 
 def _head_norms(layer: LayerStructure, structure: Structure) -> Callable[[Tensor], None] | None:
-    """Return what norms queries and keys in place, in [b, n, heads + 2 kv, D]; None for a layer that does not."""
+    """Return a function that norms queries and keys [b, n, heads + 2 kv, D] in place; None without such norms."""
     queries, keys = layer.queries, layer.keys
     if queries is None or keys is None:
         return None
@@ -632,7 +665,7 @@ def _head_norms(layer: LayerStructure, structure: Structure) -> Callable[[Tensor
 
 
 def _norm_function(norm: Norm, factor: float = 1.0) -> Function:
-    """Return h -> factor times its norm, in the operations that take the least time on a handful of rows."""
+    """Return h -> factor * norm(h), in the operations that take the least time on a handful of rows."""
     weight = norm.weight * factor
     bias = None if norm.bias is None else norm.bias * factor
     if norm.centred:

@@ -1,4 +1,4 @@
-"""Answers to many prompts: batches on peftlab's decoder, or on transformers' generate for what that alone can do."""
+"""Answers to many prompts, on peftlab's decoder, or on transformers' ``generate`` for what only that can do."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ from peftlab.tasks.config import GenerateConfig
 from peftlab.untyped import Unwrapped
 
 Answering = Callable[[Sequence[Sequence[int]]], list[list[int]]]
-"""Prompts of one batch to their answers, as token ids; an answer that ended contains its end token."""
+"""Prompts of one batch -> their answers, as token ids; an answer that ended contains its end token."""
 
 
 def answering(model: PreTrainedModel, settings: GenerateConfig, ends: frozenset[int], pad: int) -> Answering:
-    """Return what answers batches of prompts.
+    """Return a function that answers batches of prompts.
 
     Beam search and a ban on repeated n-grams run on transformers' ``generate``; so does a model that no engine decodes
     (``build_engine``). Everything else runs on peftlab's own decoder.
 
     Args:
         model: a causal language model in eval mode; its weights must not change afterwards.
+        settings: how to generate.
         ends: token ids that end an answer. pad: any token id, for the shorter prompts of a batch.
     """
     if settings.stepwise:
@@ -74,6 +75,6 @@ def _generate_with_transformers(
 
 
 def _cut_after_end(tokens: list[int], ends: frozenset[int]) -> list[int]:
-    """Return an answer up to and with its end token; padding follows that."""
+    """Return an answer up to its end token, which is kept; padding after it is dropped."""
     end = next((place for place, token in enumerate(tokens) if token in ends), len(tokens) - 1)
     return tokens[: end + 1]

@@ -1,4 +1,4 @@
-"""LOSSY verification: drafted tokens are accepted because the target finds them plausible, whatever drafted them.
+"""LOSSY verification: a drafted token is accepted if the target finds it plausible, whatever it was drawn from.
 
 The output no longer follows the target's distribution p. How far it departs is known exactly at every position: the law
 of the emitted token follows from p, the tokens that a rule accepts, and what the drafted tokens were drawn from.
@@ -21,7 +21,7 @@ from peftlab.registry import resolve
 
 @dataclass(frozen=True)
 class LossyRule:
-    """Which drafted tokens are accepted.
+    """A rule that decides which drafted tokens are accepted.
 
     Attributes:
         name: for reports. allowed: p [..., V] -> whether each token is accepted if it is drafted.
@@ -37,9 +37,12 @@ class LossyRule:
         return cls(chosen.text, lambda p: rule(p, x))
 
     def laws(self, logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
-        """Return p, from which tokens are drawn, and which tokens are accepted, [..., V] each.
+        """Return p, from which tokens are drawn, and the mask of tokens that are accepted, [..., V] each.
 
         At temperature 0, p is 1 at the largest logit, and the rule judges by the distribution at temperature 1.
+
+        Args:
+            logits: [..., V]. sampling: how tokens are chosen.
         """
         if not sampling.greedy:
             p = sampling.probabilities(logits)
@@ -52,15 +55,21 @@ def typical(p: Tensor, epsilon: float) -> Tensor:
     """Return where p(x) > min(ε, √ε·exp(-H(p))), H the entropy in nats: [..., V] -> [..., V].
 
     Medusa's typical acceptance (Cai et al. 2024, arXiv 2401.10774). The most probable token is always accepted.
+
+    Args:
+        p: [..., V]. epsilon: ε in (0, 1).
     """
     threshold = (epsilon**0.5 * torch.exp(-torch.special.entr(p).sum(-1, keepdim=True))).clamp_max(epsilon)
     return p > threshold
 
 
 def accept_k(p: Tensor, k: float) -> Tensor:
-    """Return where a token is among the k most probable ones, of those that are possible at all: [..., V] -> [..., V].
+    """Return where a token is among the k most probable ones and has p > 0: [..., V] -> [..., V].
 
     ``verifier_accept_k`` of vLLM's library speculators.
+
+    Args:
+        p: [..., V]. k: a whole number.
     """
     best = p.topk(min(int(k), p.shape[-1]), -1).indices
     return torch.zeros_like(p, dtype=torch.bool).scatter(-1, best, True) & (p > 0)
@@ -95,7 +104,14 @@ def accept_lossy(
     sampling: Sampling,
     generators: Sequence[torch.Generator],
 ) -> tuple[list[list[int]], list[int]]:
-    """Accept one path of each row's draft; arguments as for ``accept.accept``, but parents of each row."""
+    """Accept one path of each row's draft by a lossy rule.
+
+    Args:
+        rule: decides. logits, tokens, sampling, generators: as for ``verify.accept``. parents: of each row's nodes.
+
+    Returns:
+        The accepted nodes of each row, and the token after them.
+    """
     p, allowed = rule.laws(logits, sampling)
     rows = zip(p, allowed, tokens, parents, map(RandomSource, generators), strict=True)
     walks = [verify_lossy(*row) for row in rows]
@@ -103,10 +119,11 @@ def accept_lossy(
 
 
 def emitted_law(p: Tensor, allowed: Tensor, drawn_from: Sequence[Tensor]) -> Tensor:
-    """Return the law of the token that follows a prefix, where children were drafted for it: [V].
+    """Return the distribution of the token that a rule emits after a prefix for which children were drafted, [V].
 
     Args:
-        p, allowed: [V]. drawn_from: of each child in turn, what it was drawn from [V], given its elder siblings.
+        p, allowed: [V]. drawn_from: of each child in turn, the distribution [V] that it was drawn from
+            given its elder siblings.
     """
     law, left = torch.zeros_like(p), p.new_ones(())
     for q in drawn_from:
@@ -117,7 +134,7 @@ def emitted_law(p: Tensor, allowed: Tensor, drawn_from: Sequence[Tensor]) -> Ten
 
 @dataclass(frozen=True)
 class LossyResult:
-    """What a lossy rule did.
+    """The effect of a lossy rule on an output.
 
     Attributes:
         rule: its name.
@@ -170,15 +187,19 @@ class DistanceMeter:
                 self.tokens += 1
 
     def result(self, differing: float | None = None) -> LossyResult:
-        """Return what was measured.
+        """Return the measured distance, and the share of differing tokens if it is known.
 
         Args:
-            differing: as in the result.
+            differing: see ``LossyResult``.
         """
         return LossyResult(self.rule.name, self._total / self.tokens if self.tokens else None, differing)
 
 
 def differing_share(exact: Sequence[Sequence[int]], other: Sequence[Sequence[int]]) -> float:
-    """Return the share of places at which two lists of outputs differ; a missing token differs from any."""
+    """Return the share of places at which two lists of outputs differ; a missing token differs from any.
+
+    Args:
+        exact, other: token ids of each output.
+    """
     places = [pair for both in zip(exact, other, strict=True) for pair in zip_longest(*both)]
     return sum(one != two for one, two in places) / max(1, len(places))

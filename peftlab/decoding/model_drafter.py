@@ -30,7 +30,11 @@ from peftlab.files import member, read_object, record, write_json
 
 
 def check_vocabulary(engine: Engine, state: TargetState) -> None:
-    """Raise ``PeftlabError`` for a draft whose vocabulary is not as large as the target's."""
+    """Raise ``PeftlabError`` if the vocabularies of draft and target differ in size.
+
+    Args:
+        engine: of the draft. state: of the target.
+    """
     if engine.vocab_size != state.vocab_size:
         raise PeftlabError(
             f"draft: vocabulary of {engine.vocab_size} rows, but the target's has {state.vocab_size}; "
@@ -39,12 +43,20 @@ def check_vocabulary(engine: Engine, state: TargetState) -> None:
 
 
 def room(engine: Engine, row: Row, budget: int) -> int:
-    """Return how many tokens of ``budget`` a draft can propose before its own context is full."""
+    """Return the number of tokens that a draft can propose before its own context is full.
+
+    Args:
+        engine: of the draft. row: the sequence. budget: tokens asked for.
+    """
     return budget if engine.limit is None else max(0, min(budget, engine.limit - len(row.tokens) + 1))
 
 
 def read_rows(engine: Engine, cache: KVCache, rows: list[Row]) -> None:
-    """Let a draft read its rows, all tokens but the last; those for which it has no room are left out."""
+    """Read all tokens but the last of each row into a draft's cache, except of rows that exceed its context.
+
+    Args:
+        engine, cache: of the draft. rows: the sequences.
+    """
     readable = [row for row in rows if room(engine, row, 1)]
     if readable:
         prefill(engine, cache, [row.tokens for row in readable], [row.slot for row in readable])
@@ -114,13 +126,13 @@ class ModelDrafter(Drafter):
             return self.engine.forward(self._cache, x[:, None], block)
 
         draft = draft_chain(rows, budgets, self._catch_up(rows), following, self._sampling, least=self.least)
-        # Each row has drafted its budget by now, and the last of these tokens was not read.
+        # ``draft_chain`` has lowered the budgets to what was drafted; the last drafted token was not read.
         for row, length, budget, drafted in zip(rows, lengths, budgets, draft.tokens.tolist(), strict=True):
             self._read[row.index], self._ahead[row.index] = length, drafted[: max(0, budget - 1)]
         return draft
 
     def _catch_up(self, rows: list[Row]) -> Output:
-        """Read the tokens that the last steps added; return the output of each row's last token."""
+        """Read the tokens added since the last draft; return the output of each row's last one, logits [b, 1, V]."""
         starts = [len(row.tokens) - 1 if self.shares_cache else self._read[row.index] for row in rows]
         new = [row.tokens[start:] for row, start in zip(rows, starts, strict=True)]
         logits: list[Tensor] = [torch.empty(0)] * len(rows)
@@ -157,13 +169,17 @@ FILE = "draft_vocabulary.json"  # not safetensors: servers load every such file 
 
 
 def write_draft_tokens(directory: str | Path, tokens: Tensor) -> None:
-    """Store in a draft's directory the only tokens that it proposes, [V_d]."""
+    """Write the reduced vocabulary of a draft to its directory.
+
+    Args:
+        directory: of the draft. tokens: [V_d], the only ids that it proposes.
+    """
     record(Path(directory), FILE)
     write_json(Path(directory) / FILE, {"tokens": tokens.tolist()})
 
 
 def read_draft_tokens(directory: str | Path) -> Tensor | None:
-    """Return the only tokens that the draft in a directory proposes, [V_d]; None for all."""
+    """Return the reduced vocabulary of the draft in a directory, [V_d]; None where it proposes all tokens."""
     file = Path(directory) / FILE
     if not file.exists():
         return None
@@ -174,7 +190,7 @@ def read_draft_tokens(directory: str | Path) -> Tensor | None:
 
 
 class ReducedVocabulary(EngineWrapper):
-    """An engine whose logits outside ``tokens`` are -inf; the others are computed from rows of the LM head.
+    """An engine with an LM head for ``tokens`` alone; the logits of all other tokens are -inf.
 
     The acceptance of what it drafts is at most p(V_d), the target's probability of those tokens.
 
@@ -202,7 +218,7 @@ class ReducedVocabulary(EngineWrapper):
 
     @torch.inference_mode()
     def forward(self, cache: KVCache, tokens: Tensor, block: Block, keep: list[int] | None = None) -> Output:
-        """See ``Engine.forward``."""
+        """Run this engine on new tokens; see ``Engine.forward``."""
         output = self._engine.forward(cache, tokens, block, keep)
         some = output.logits
         logits = some.new_full((*some.shape[:-1], self.vocab_size), -torch.inf)

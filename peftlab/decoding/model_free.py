@@ -23,13 +23,14 @@ from peftlab.decoding.trees import best_tree, parents_of
 
 
 def _chains(rows: list[Row], budgets: list[int], guess: Callable[[Row, int], list[int]]) -> Proposal:
+    """Return the chains that ``guess`` gives for each row and budget."""
     guesses = [guess(row, budget) for row, budget in zip(rows, budgets, strict=True)]
     return Proposal(right_padded(guesses, max(map(len, guesses)), filler=-1))
 
 
 @dataclass
 class PromptLookup(Drafter):
-    """What followed the last few tokens at their last occurrence in this sequence.
+    """A drafter that copies what followed the last few tokens at their latest earlier occurrence in the sequence.
 
     Prompt lookup decoding (Saxena 2023): the longest suffix of at most ``longest`` tokens that occurred
     before is taken, and of its occurrences the latest. Suffixes shorter than ``shortest`` are not looked up.
@@ -68,7 +69,7 @@ class PromptLookup(Drafter):
 
 @dataclass
 class TokenRecycling(Drafter):
-    """The target's most probable next tokens: a table token -> its followers when it was last read.
+    """A drafter from a table: token -> the target's most probable next tokens when it was last read.
 
     Token Recycling (Luo et al. 2024, arXiv 2408.08696). Every token the target reads, accepted or not,
     updates its entry; a tree of γ nodes over the table is the draft. The table is kept from one sequence to the next.
@@ -111,18 +112,18 @@ class TokenRecycling(Drafter):
 
 
 def lookup(corpus: SuffixAutomaton | None, _: None) -> PromptLookup:
-    """Return a new drafter."""
+    """Return a new drafter by prompt lookup; both arguments are unused, and the same for all rows of the table."""
     return PromptLookup()
 
 
 def recycling(corpus: SuffixAutomaton | None, _: None) -> TokenRecycling:
-    """Return a new drafter."""
+    """Return a new drafter by Token Recycling; both arguments are unused, and the same for all rows of the table."""
     return TokenRecycling()
 
 
 @dataclass
 class SuffixLookup(Drafter):
-    """What followed the longest suffix of a sequence at its first occurrence, in the sequence or in a corpus.
+    """A drafter that copies what followed the longest suffix of the sequence, in the sequence or in a corpus.
 
     SAM-Decoding (Hu et al. 2024, arXiv 2411.10666). What is copied up to the end of the sequence is repeated from
     there, so that a loop is drafted at any length.
@@ -151,7 +152,11 @@ class SuffixLookup(Drafter):
         self._places |= {row.index: ROOT for row in rows}
 
     def find(self, row: Row, budget: int) -> tuple[int, list[int]]:
-        """Return how many tokens match, and at most ``budget`` tokens that followed; (0, []) if none are copied."""
+        """Return the length of the match, and the tokens that followed it; (0, []) if none are copied.
+
+        Args:
+            row: the sequence. budget: tokens at most.
+        """
         text, place = self._texts[row.index], self._places[row.index]
         for token in row.text[len(text.tokens) :]:
             text.extend(token)
@@ -170,7 +175,7 @@ class SuffixLookup(Drafter):
         return (length, copied) if length >= self.shortest and copied else (0, [])
 
     def _copy_from_corpus(self, place: tuple[int, int], budget: int) -> list[int]:
-        """Return what followed in the corpus, up to the end of the document."""
+        """Return the tokens that followed a match in the corpus, up to the end of the document."""
         assert self.corpus is not None
         end = self.corpus.end(place)
         copied = self.corpus.tokens[end : end + budget]
@@ -183,7 +188,7 @@ class SuffixLookup(Drafter):
 
 @dataclass
 class SuffixAndDraft(DrafterWrapper):
-    """A long match is copied; elsewhere another drafter proposes, and a copy that differs from it is a branch.
+    """A drafter that copies long matches; elsewhere another one proposes, and a copy that differs is a branch.
 
     Where every row has a long match, the step costs no drafting. Elsewhere, RASD (Quan et al. 2025, arXiv 2503.03434):
     the drafter gets half of the budget of a row that has a match, and the copy the rest; their common beginning is
@@ -202,7 +207,7 @@ class SuffixAndDraft(DrafterWrapper):
     long: int = 4
     top: int = 10
     name: str = "suffix+draft"
-    has_logits = False  # of copies there are none
+    has_logits = False  # copied tokens have no logits
 
     def start(self, rows: list[Row], state: TargetState) -> None:
         self.suffix.start(rows, state)
@@ -230,17 +235,21 @@ class SuffixAndDraft(DrafterWrapper):
 
 
 def suffix(corpus: SuffixAutomaton | None, _: None) -> SuffixLookup:
-    """Return a new drafter."""
+    """Return a new drafter that copies by the longest suffix, also from ``corpus`` if there is one."""
     return SuffixLookup(corpus)
 
 
 def with_copies(drafter: Drafter, corpus: SuffixAutomaton | None = None) -> SuffixAndDraft:
-    """Return ``drafter`` with copies beside it, of two matching tokens at least."""
+    """Return a drafter that adds copies to the proposals of another, after two matching tokens at least.
+
+    Args:
+        drafter: the other one. corpus: text to copy from; None: the sequence alone.
+    """
     return SuffixAndDraft(SuffixLookup(corpus, shortest=2), drafter)
 
 
 def fuse(draft: Proposal, copies: Sequence[list[int]], budgets: Sequence[int], top: int) -> Proposal:
-    """Return the tree of a draft and a copied chain for each row, merged by their longest common prefix.
+    """Return a tree for each row that merges a draft and a copied chain by their longest common prefix.
 
     Drafted nodes are never dropped: to drop a sampled token because of its value would bias the output.
 
@@ -251,6 +260,7 @@ def fuse(draft: Proposal, copies: Sequence[list[int]], budgets: Sequence[int], t
     """
     b, n = draft.tokens.shape
     drafted, trees = draft.tokens.tolist(), [draft.parents_of(i) for i in range(b)]
+    # Places after the last drafted node of a row are free; -1 before it may be a node without a token.
     used = [1 + max((node for node, token in enumerate(line) if token >= 0), default=-1) for line in drafted]
     tokens, parents = [], []
     for i, (line, tree, count) in enumerate(zip(drafted, trees, used, strict=True)):
@@ -263,7 +273,7 @@ def fuse(draft: Proposal, copies: Sequence[list[int]], budgets: Sequence[int], t
     width = max(map(len, tokens))
     whole = right_padded(tokens, width, filler=-1).to(draft.tokens.device)
     probs = draft.probs
-    if probs is not None:
+    if probs is not None:  # a copied token is deterministic: its q is one-hot
         copied = torch.arange(width, device=whole.device) >= torch.tensor(used, device=whole.device)[:, None]
         probs = one_hot(whole, probs).where(copied[..., None], F.pad(probs, (0, 0, 0, width - n)))
     if all(tree == [*range(-1, len(tree) - 1)] for tree in parents):
@@ -272,7 +282,7 @@ def fuse(draft: Proposal, copies: Sequence[list[int]], budgets: Sequence[int], t
 
 
 def _branch_point(parents: Sequence[int], tokens: Sequence[int], copied: list[int]) -> tuple[int, list[int]]:
-    """Return the node at which a copy leaves a tree (-1: the root), and the rest of the copy."""
+    """Return the last node that a copy shares with a tree (-1: the root), and the rest of the copy."""
     # Of siblings with the same token the eldest has the children.
     places = reversed([*enumerate(zip(parents, tokens, strict=True))])
     children = {(parent, token): node for node, (parent, token) in places}
@@ -286,10 +296,10 @@ def _branch_point(parents: Sequence[int], tokens: Sequence[int], copied: list[in
 
 
 def _is_likely(draft: Proposal, tokens: Sequence[int], row: int, node: int, rest: list[int], top: int) -> bool:
-    """Return whether the first token of ``rest`` is among the ``top`` that a draft model found best at this place."""
+    """Return whether the first token of ``rest`` is among the ``top`` best of the draft model after ``node``."""
     if not rest or draft.logits is None or draft.parents is not None:
         return True
-    if node + 1 == len(tokens) or tokens[node + 1] < 0:  # past the end of the chain the model said nothing
+    if node + 1 == len(tokens) or tokens[node + 1] < 0:  # past the end of the chain there are no logits
         return True
     logits = draft.logits[row, node + 1]
     return int((logits > logits[rest[0]]).sum()) < top
@@ -297,13 +307,17 @@ def _is_likely(draft: Proposal, tokens: Sequence[int], row: int, node: int, rest
 
 @dataclass
 class Counts:
-    """How often each token followed each context of up to ``order - 1`` tokens."""
+    """The counts of each token after each context of up to ``order - 1`` tokens."""
 
     order: int
     followers: dict[tuple[int, ...], Counter[int]] = field(default_factory=lambda: defaultdict(Counter))
 
     def add(self, tokens: Sequence[int], start: int) -> None:
-        """Count the tokens from place ``start`` on, each after those before it."""
+        """Count each token from place ``start`` on after the contexts before it.
+
+        Args:
+            tokens: of a text. start: place of the first token to count.
+        """
         for end in range(start, len(tokens)):
             for n in range(min(self.order, end + 1)):
                 self.followers[tuple(tokens[end - n : end])][tokens[end]] += 1
@@ -311,7 +325,7 @@ class Counts:
 
 @lru_cache(maxsize=4)
 def _corpus_counts(corpus: SuffixAutomaton, order: int) -> Counts:
-    """Count a corpus once for all drafters; no context crosses from one of its documents to the next."""
+    """Return the counts of a corpus, cached for all drafters; no context spans two of its documents."""
     counts, document = Counts(order), list[int]()
     for token in (*corpus.tokens, END):
         if token != END:
@@ -324,7 +338,7 @@ def _corpus_counts(corpus: SuffixAutomaton, order: int) -> Counts:
 
 @dataclass
 class NGramDrafter(Drafter):
-    """What followed the last ``order - 1`` tokens, as often as it did; a baseline.
+    """A baseline drafter from n-gram counts: draws what followed the last ``order - 1`` tokens.
 
     q(x) is the share of x after the longest context of at most ``order - 1`` tokens that is known: 1 is the unigram
     distribution, 2 the bigram's; 0, or no text at all, makes all tokens equally probable. Counted are the corpus, and
@@ -374,7 +388,7 @@ class NGramDrafter(Drafter):
         return draft_chain(rows, budgets, output(), following, self._sampling)
 
     def _scores(self, text: list[int]) -> Tensor:
-        """Return log counts of what follows a text, [V]."""
+        """Return the logarithms of the counts of each token after a text, [V]."""
         sources = [self._counts] + ([_corpus_counts(self.corpus, self.order)] if self.corpus is not None else [])
         for n in range(min(self.order - 1, len(text)), -1, -1):
             context = tuple(text[len(text) - n :])
@@ -388,7 +402,11 @@ class NGramDrafter(Drafter):
 
 
 def ngram(corpus: SuffixAutomaton | None, order: float) -> NGramDrafter:
-    """Return a new drafter, named after its order."""
+    """Return a new n-gram drafter, named after its order.
+
+    Args:
+        corpus: text to count; None: the sequences alone. order: N.
+    """
     return NGramDrafter(int(order), corpus, f"ngram:{order:.0f}")
 
 
@@ -399,7 +417,7 @@ END = -1
 
 
 class SuffixAutomaton:
-    """The substrings of ``tokens``, a text that grows: its longest repeated suffix, and matches of other texts in it.
+    """An index of all substrings of a text that grows, which finds repeated suffixes and matches of other texts.
 
     Blumer et al. 1985; SAM-Decoding (Hu et al. 2024, arXiv 2411.10666) drafts with it. Its states are the classes of
     substrings that end at the same positions. At most 2n states and 3n transitions for n tokens; each token is read in
@@ -433,7 +451,10 @@ class SuffixAutomaton:
         self._whole_text = new
 
     def _split(self, state: int, token: int) -> int:
-        """Return the state of ``state``'s longest substring and ``token``, made from the one that contains it."""
+        """Return the state whose longest substring is that of ``state`` and ``token``.
+
+        If the transition leads to a class with longer substrings, too, the class is cloned for the shorter ones.
+        """
         whole, length = self._next[state][token], self._length[state] + 1
         if self._length[whole] == length:
             return whole
@@ -452,7 +473,7 @@ class SuffixAutomaton:
         return len(self._next) - 1
 
     def repeated(self) -> tuple[int, int]:
-        """Return the length of the longest suffix of the text that occurs earlier, too, and its first occurrence's end.
+        """Return the length of the longest suffix of the text that occurs earlier, and the end of its first occurrence.
 
         An end is a number of tokens: ``tokens[end]`` followed. (0, 0) where the last token is new.
         """
@@ -460,9 +481,10 @@ class SuffixAutomaton:
         return (0, 0) if state < 0 else (self._length[state], self._first[state])
 
     def follow(self, place: tuple[int, int], token: int) -> tuple[int, int]:
-        """Return the place of the longest suffix of another text that occurs in this one, after one token more.
+        """Return the match of another text's longest suffix in this one, after one more token of the other.
 
-        A place is a state and the length of the match; the first is ``ROOT``.
+        Args:
+            place: the match so far, (state, length); at first ``ROOT``. token: the next one of the other text.
         """
         state, length = place
         while state >= 0 and token not in self._next[state]:
@@ -471,5 +493,5 @@ class SuffixAutomaton:
         return (self._next[state][token], length + 1) if state >= 0 else ROOT
 
     def end(self, place: tuple[int, int]) -> int:
-        """Return how many tokens had been read at the end of the match's first occurrence."""
+        """Return the end of the first occurrence of a match, as a number of tokens."""
         return self._first[place[0]]

@@ -24,7 +24,7 @@ from peftlab.decoding.sampling import argmax
 
 
 class EarlyExit(EngineWrapper):
-    """The first layers of a flat engine. It leaves the states of what it reads in the cache for the other layers.
+    """An engine of the first layers of a flat engine; it records its states in the cache for the other layers.
 
     Attributes:
         first: how many of the layers. May change from draft to draft.
@@ -35,12 +35,16 @@ class EarlyExit(EngineWrapper):
         self._whole, self.first = engine, first
 
     def forward(self, cache: KVCache, tokens: Tensor, block: Block, keep: list[int] | None = None) -> Output:
-        """See ``Engine.forward``."""
+        """Run this engine on new tokens; see ``Engine.forward``."""
         with without_torch_function():
             return self._whole.output(self.states(cache, tokens, block), keep)
 
     def states(self, cache: KVCache, tokens: Tensor, block: Block) -> Tensor:
-        """Read tokens [b, n] and return the states after these layers, [b, n, H]."""
+        """Read tokens and return the states after these layers, [b, n, H].
+
+        Args:
+            cache: the whole model's. tokens: [b, n]. block: their slots.
+        """
         whole = self._whole
         with without_torch_function():
             h, entering = whole.run_layers(cache, whole.embed(tokens, block), block, range(self.first))
@@ -48,25 +52,26 @@ class EarlyExit(EngineWrapper):
             return h
 
     def logits(self, states: Tensor) -> Tensor:
-        """Return what an exit predicts from the states [..., H] after its layers, [..., V]."""
+        """Return the logits of an exit for the states after its layers, [..., H] -> [..., V]."""
         with without_torch_function():
             return self._whole.output(states).logits
 
 
 def tokens_per_layer(alpha: float, exit_: float, length: int, layers: float, head: float = 0.0) -> float:
-    """Return TPL(l, d): expected tokens of a round over the layers that it runs, the LM head among them.
+    """Return TPL(l, d): the expected tokens of a round per layer that it runs, the LM head included.
 
     (1 + α + ... + α^d) / (d (l + head) + L + head): d tokens drafted after l layers each, and one pass of all L.
 
     Args:
-        alpha: acceptance of a drafted token. head: what a step of the LM head costs, in steps of a layer.
+        alpha: acceptance α of a drafted token. exit_: l, layers before the exit. length: d, drafted tokens.
+        layers: L. head: time of the LM head relative to a layer.
     """
     return sum(alpha**i for i in range(length + 1)) / (length * (exit_ + head) + layers + head)
 
 
 @dataclass
 class ExitSelector:
-    """The exit and the draft length of the most tokens per layer, by the acceptance that each exit would have had.
+    """A selector of the exit and draft length with the most tokens per layer, by each exit's estimated acceptance.
 
     Attributes:
         exits: layers before each exit that may be chosen, rising. layers: L. head: as for ``tokens_per_layer``.
@@ -85,11 +90,11 @@ class ExitSelector:
 
     @property
     def alphas(self) -> list[float]:
-        """Return the acceptance expected of each exit: that of the last tokens and of one accepted token."""
+        """Return the estimated acceptance of each exit: over the last tokens and one more that counts as accepted."""
         return [(accepted + 1) / (self._seen + 1) for accepted in self._accepted]
 
     def best(self, longest: int) -> tuple[int, int]:
-        """Return exit and length, at most ``longest``; 0 where no draft pays. The cheapest wins a tie."""
+        """Return the best exit and length, at most ``longest``; length 0: no draft pays. The cheapest wins a tie."""
         options = [(exit_, d) for exit_ in self.exits for d in range(longest + 1)]
         alphas = dict(zip(self.exits, self.alphas, strict=True))
 
@@ -100,7 +105,7 @@ class ExitSelector:
         return max(options, key=gain)
 
     def learn(self, accepted: Sequence[float]) -> None:
-        """Take what each exit's acceptance was at one more token, from 0 to 1."""
+        """Update the estimates with the acceptance of each exit at one more token, from 0 to 1."""
         keep = 1 - 1 / self.memory
         self._seen = keep * self._seen + 1
         self._accepted = [keep * old + new for old, new in zip(self._accepted, accepted, strict=True)]
@@ -108,7 +113,7 @@ class ExitSelector:
 
 @dataclass(kw_only=True)
 class DelDrafter(ModelDrafter):
-    """An early exit whose layer and draft length are chosen in every round, the same for all sequences.
+    """A drafter with an early exit whose layer and draft length are chosen anew in every round, for all sequences.
 
     DEL (Zarch et al. 2025, arXiv 2504.05598). After a verification the state after every possible exit is known at each
     token up to the first rejection, from drafting or from verification. The LM head turns it into what the exit would
@@ -126,7 +131,7 @@ class DelDrafter(ModelDrafter):
     shares_cache: bool = field(default=True, init=False)
 
     def candidates(self, acceptance: Sequence[float], verification: Sequence[float]) -> list[DraftCandidate]:
-        """Return none: its lengths are its own choice."""
+        """Return no candidates: this drafter chooses its lengths itself."""
         return []
 
     def propose(self, rows: list[Row], budgets: list[int]) -> Proposal:
@@ -146,7 +151,7 @@ class DelDrafter(ModelDrafter):
                 self.choice.learn(accepted)
 
     def _accepted(self, shadows: Tensor, logits: Tensor) -> list[list[float]]:
-        """Return the acceptance of each exit's logits [m, exits, V] by the target's [m, V]."""
+        """Return the acceptance of each exit at m tokens, by logits [m, exits, V] and the target's [m, V]."""
         if self._sampling.greedy:
             return (argmax(shadows) == argmax(logits)[:, None]).float().tolist()
         p, q = self._sampling.probabilities(logits), self._sampling.probabilities(shadows)
@@ -154,7 +159,7 @@ class DelDrafter(ModelDrafter):
 
 
 class SkippedSublayers(EngineWrapper):
-    """A flat engine without some of its sublayers, as a draft in its cache.
+    """An engine that runs a flat engine without some of its sublayers, as a draft in the same cache.
 
     Attributes:
         skipped: sublayers that are left out: 2i is the attention of layer i, 2i + 1 its MLP. May change.
@@ -166,7 +171,7 @@ class SkippedSublayers(EngineWrapper):
         self.skipped: Collection[int] = ()
 
     def forward(self, cache: KVCache, tokens: Tensor, block: Block, keep: list[int] | None = None) -> Output:
-        """See ``Engine.forward``."""
+        """Run this engine on new tokens; see ``Engine.forward``."""
         whole = self._whole
         with without_torch_function():
             h = whole.embed(tokens, block)
@@ -174,17 +179,17 @@ class SkippedSublayers(EngineWrapper):
             return whole.output(h, keep)
 
 
-_SKIPPED_SHARE = 0.45  # of the sublayers that may be left out
-_PROPOSAL_INTERVAL = 25  # tries from one set that the Gaussian process proposes to the next
+_SKIPPED_SHARE = 0.45  # share of the sublayers between the first and the last layer that are left out
+_PROPOSAL_INTERVAL = 25  # tries between two sets that the Gaussian process proposes
 _GOOD_SCORE, _MAX_MISSES, _MAX_TRIES = 0.95, 300, 1000
 _CANDIDATES = 256  # random sets of which the Gaussian process takes the most promising
-_DEVIATIONS = 2.576  # above the mean: how much a set counts for not being known
+_DEVIATIONS = 2.576  # standard deviations above the mean, the weight of exploration; 99.5 % quantile of a normal law
 _WINDOW = 32  # tokens on which a set is tried
 
 
 @dataclass
 class SkipSearch:
-    """Tries sets of sublayers, and keeps the best.
+    """A search for the set of sublayers to leave out that predicts most tokens.
 
     All sets have the same size, .45 of the sublayers outside the first and the last layer. The first is spread evenly;
     the others are random, but every 25th is the most promising of many by a Gaussian process on the scores so far. The
@@ -217,7 +222,7 @@ class SkipSearch:
         return self.score >= _GOOD_SCORE or self._misses >= _MAX_MISSES or self.tries >= _MAX_TRIES
 
     def candidate(self) -> frozenset[int]:
-        """Return the next set to try; tell ``record`` its score before the next call."""
+        """Return the next set to try; its score must be given to ``record`` before the next call."""
         if not self._tried:
             chosen = self._first
         elif len(self._tried) % _PROPOSAL_INTERVAL:
@@ -230,7 +235,7 @@ class SkipSearch:
         return self._sublayer_numbers(chosen)
 
     def record(self, score: float) -> None:
-        """Take the score, from 0 to 1, of the set that ``candidate`` returned last."""
+        """Record the score, from 0 to 1, of the set that ``candidate`` returned last."""
         self._scores.append(score)
         self.tries += 1
         self._misses += 1
@@ -243,12 +248,12 @@ class SkipSearch:
         return chosen
 
     def _sublayer_numbers(self, chosen: Tensor) -> frozenset[int]:
-        """Return the numbers of the sublayers; those of the first layer are not among the places."""
+        """Return the numbers of chosen sublayers: place i is sublayer i + 2, as the first layer is never left out."""
         return frozenset(2 + place for place in chosen.nonzero()[:, 0].tolist())
 
 
 def upper_bound(tried: Tensor, scores: Tensor, sets: Tensor) -> Tensor:
-    """Return mean + 2.576 standard deviations of the scores that a Gaussian process expects of ``sets``, [m].
+    """Return mean + 2.576 standard deviations of a Gaussian process's prediction of the scores of ``sets``, [m].
 
     Its kernel is a Matérn kernel (5/2), its unit of length the mean distance of random sets; scores are normalised to
     mean 0 and deviation 1.
@@ -271,7 +276,7 @@ def upper_bound(tried: Tensor, scores: Tensor, sets: Tensor) -> Tensor:
 
 @dataclass(kw_only=True)
 class SwiftDrafter(ModelDrafter):
-    """The target without the sublayers that its own output shows to matter least; nothing is trained.
+    """A drafter that runs the target without some sublayers, chosen while it decodes; nothing is trained.
 
     SWIFT (Xia et al. 2024, arXiv 2410.06916). After each step one more set of sublayers is tried on the newest tokens
     of the first sequence, in one pass: its score is the share of them that it predicts. All sequences use one set.
@@ -291,7 +296,7 @@ class SwiftDrafter(ModelDrafter):
         self.layers.skipped = self.search.best
 
     def candidates(self, acceptance: Sequence[float], verification: Sequence[float]) -> list[DraftCandidate]:
-        """Return none: how often a token is accepted changes with the sets."""
+        """Return no candidates: acceptance changes with the set of sublayers."""
         return []
 
     def accept(self, rows: list[Row], verified: Verified) -> None:
@@ -303,7 +308,7 @@ class SwiftDrafter(ModelDrafter):
             self.layers.skipped = self.search.best
 
     def _predicted_share(self, row: Row) -> float:
-        """Return the share of a row's newest tokens that are predicted; the cache is restored."""
+        """Return the share of a row's newest tokens that the current set predicts; the cache is restored."""
         read, written = row.tokens[-_WINDOW - 1 : -1], row.tokens[-_WINDOW:]
         start = len(row.tokens) - _WINDOW - 1
         device = self.engine.device
@@ -314,7 +319,7 @@ class SwiftDrafter(ModelDrafter):
 
 
 class AdaptedExit(EngineWrapper):
-    """The first layers of a flat engine, and on them the later layers of a draft that has the same first ones.
+    """An engine of the target's first layers followed by the later layers of a draft that has the same first ones.
 
     The first layers read and write the cache of the whole; the draft's own layers have one beside it.
 
@@ -330,7 +335,7 @@ class AdaptedExit(EngineWrapper):
         self._caches: WeakKeyDictionary[KVCache, KVCache] = WeakKeyDictionary()
 
     def forward(self, cache: KVCache, tokens: Tensor, block: Block, keep: list[int] | None = None) -> Output:
-        """See ``Engine.forward``."""
+        """Run this engine on new tokens; see ``Engine.forward``."""
         with without_torch_function():
             h, _ = self._draft.run_layers(
                 self.own_cache(cache), self._exit.states(cache, tokens, block), block, self._layers
@@ -338,21 +343,26 @@ class AdaptedExit(EngineWrapper):
             return self._draft.output(h, keep)
 
     def read(self, cache: KVCache, states: Tensor, block: Block) -> None:
-        """Let the draft's own layers read tokens, given the states that enter them [b, n, H]."""
+        """Run the draft's own layers to store their keys and values.
+
+        Args:
+            cache: the target's. states: [b, n, H], which enter these layers. block: slots of the tokens.
+        """
         with without_torch_function():
             self._draft.run_layers(self.own_cache(cache), states, block, self._layers)
 
     def own_cache(self, cache: KVCache) -> KVCache:
-        """Return the cache of the draft's own layers beside ``cache``."""
+        """Return the cache of the draft's own layers that belongs to the target's ``cache``."""
         if cache not in self._caches:
-            # Rows that have not drafted for several steps are read together with one that is nearly at its end.
+            # Twice the capacity: a block that starts at the end of one row may be as long as the tokens that another
+            # row, which has not drafted for several steps, still has to read.
             self._caches[cache] = KVCache(self._draft.layers, cache.batch, 2 * cache.capacity)
         return self._caches[cache]
 
 
 @dataclass(kw_only=True)
 class KangarooDrafter(ModelDrafter):
-    """An early exit with layers of its own after it (Kangaroo, Liu et al. 2024, arXiv 2404.18911).
+    """A drafter with an early exit and layers of its own after it (Kangaroo, Liu et al. 2024, arXiv 2404.18911).
 
     Target and draft read a token's first layers once between them. The draft's own layers take the states of accepted
     tokens from the verification, and so the target's engine must report the states that enter the layer after the exit.
@@ -381,7 +391,7 @@ class KangarooDrafter(ModelDrafter):
         return super().propose(rows, budgets)
 
     def _read_states(self, rows: list[Row]) -> None:
-        """Let the draft's own layers read what was accepted since they last drafted for these rows."""
+        """Run the draft's own layers on the tokens accepted since they last drafted for these rows."""
         starts, news = [self._held[row.index] for row in rows], [self._states.pop(row.index, None) for row in rows]
         known = [new for new in news if new is not None]
         if not known:

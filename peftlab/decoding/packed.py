@@ -26,7 +26,7 @@ from peftlab.methods.lora.layers import Gate
 
 @dataclass(frozen=True)
 class Addition:
-    """x Aᵀ Bᵀ for the rows that ``gate`` shows; ``a`` [r, inputs], ``b`` [outputs, r]."""
+    """A gated LoRA's x Aᵀ Bᵀ, for the rows of x that ``gate`` selects; ``a`` [r, inputs], ``b`` [outputs, r]."""
 
     a: Tensor
     b: Tensor
@@ -35,7 +35,7 @@ class Addition:
 
 @dataclass(frozen=True)
 class Linear:
-    """x Wᵀ + bias, and what a gated LoRA adds for some rows.
+    """A linear map x Wᵀ + bias, plus the addition of a gated LoRA for some rows.
 
     ``weight`` is [outputs, inputs], to be rounded to the model's dtype.
     """
@@ -62,7 +62,7 @@ def can_pack(weights: Tensor | PreTrainedModel) -> bool:
 
 
 def pack_linears(module: nn.Module) -> None:
-    """Let the linear maps of a module whose weights do not change any more multiply with packed weights."""
+    """Make the linear maps of a module multiply with packed weights, which must not change afterwards."""
     for linear in module.modules():
         if type(linear) is nn.Linear and can_pack(linear.weight):
             linear.forward = _packed_forward(linear)  # type: ignore[method-assign, assignment]
@@ -75,7 +75,7 @@ def _packed_forward(linear: nn.Linear) -> Product:
 
 
 class Products:
-    """Makes the products of a model; ``stored`` says in what ways the weights of those made so far are stored.
+    """A factory of a model's products; ``stored`` names the forms in which their weights are stored.
 
     Args:
         pack: pack the weights. dtype: of the products; None: the weights' own.
@@ -86,7 +86,7 @@ class Products:
         self.stored: list[str] = []
 
     def product(self, linears: Sequence[Linear], outputs: int | None = None) -> tuple[Product, float]:
-        """Return x -> (x / shrink) Wᵀ + bias, and shrink, a factor for whatever computes x.
+        """Return x -> (x / shrink) Wᵀ + bias, and shrink, by which the caller has to scale x.
 
         Args:
             linears: of the same input, stacked along the outputs. outputs: how many of them are computed.
@@ -150,7 +150,7 @@ class Products:
     def _weights_and_bias(
         self, linears: Sequence[Linear], outputs: int | None = None
     ) -> tuple[list[Tensor], Tensor | None]:
-        """Return the weights of linear maps of one input, and their biases in one, as far as outputs are computed."""
+        """Return the weights of linear maps of one input and their concatenated bias, cut to ``outputs`` outputs."""
         weights = [linear.weight.to(self._dtype or linear.weight.dtype) for linear in linears]
         biases = [linear.bias for linear in linears if linear.bias is not None]
         bias = torch.cat(biases)[:outputs] if biases else None
@@ -167,7 +167,7 @@ class Products:
 
 
 def float16_scale(weight: Tensor) -> float | None:
-    """Return the power of two that makes float32 weights exact in float16; None where none does.
+    """Return the power of two by which float32 weights become exact in float16; None where there is none.
 
     Checkpoints in bfloat16 or float16 contain numbers that float16 represents, too, once the largest is
     moved to the top of its range: with activations, products and sums in float32, the result is the same from half the
@@ -189,7 +189,7 @@ def _stack_weights(weights: Sequence[Tensor]) -> Tensor:
 
 
 def _lora_additions(linears: Sequence[Linear], factor: float) -> Added | None:
-    """Return (y, x) -> y with the additions of stacked linear maps, of ``factor`` x, in place; None: they have none."""
+    """Return (y, x) -> y plus the LoRA additions of stacked maps for ``factor`` x, in place; None without any."""
     found = [linear.addition for linear in linears if linear.addition is not None]
     if not found:
         return None
@@ -219,10 +219,10 @@ def _rowwise_product(blocks: CodedWeight, bias: Tensor | None) -> Product:
     return lambda x: product(x).mul_(scales) if bias is None else torch.addcmul(bias, product(x), scales)
 
 
-_ROWS_PER_READ = 256  # of a weight that are read at a time
-_PROBED_BLOCKS = 256  # blocks that show whether a weight is of a form, and which codes are usual
-_MAX_STEPS = 16  # scales between the two nearest values of a block, at most
-_ROUNDING_DISTANCE = 0.02  # how far from a whole number rounding takes a code
+_ROWS_PER_READ = 256  # rows of a weight whose codes are found at a time, which bounds memory
+_PROBED_BLOCKS = 256  # first blocks of a weight, which show whether it has a format, and its frequent codes
+_MAX_STEPS = 16  # the largest difference of codes tried for the two nearest values of a block
+_ROUNDING_DISTANCE = 0.02  # how far rounding may move a code from a whole number
 _EXTRA_BITS = 24 - 17  # of a float32 number past those of GGUF's scales, which are a float16 times 6 bits
 
 
@@ -256,7 +256,7 @@ class CodedWeight:
 
 @dataclass(frozen=True)
 class _BlockFormat:
-    """What blocks may look like.
+    """A format of blocks.
 
     Attributes:
         size: weights in a block; 0: a row.
@@ -281,7 +281,7 @@ _FORMATS = (
 
 
 def coded_weight(weights: Sequence[Tensor]) -> CodedWeight | None:
-    """Return the blocks of which float32 weights, one below the other, consist, every number exactly; else None.
+    """Return codes and scales that give stacked float32 weights bit for bit; None if there are none.
 
     Where they have blocks of several sizes, all are cut to the smallest.
     """
@@ -310,7 +310,7 @@ def _blocks(weight: Tensor) -> CodedWeight | None:
 
 
 def _find_blocks(weight: Tensor, form: _BlockFormat) -> CodedWeight | None:
-    """Return the blocks of one form; the first few show whether there are any."""
+    """Return codes and scales of one format, or None; the first blocks decide whether the others are tried."""
     size = form.size or weight.shape[1]
     if weight.shape[1] % size:
         return None
@@ -329,7 +329,7 @@ def _find_blocks(weight: Tensor, form: _BlockFormat) -> CodedWeight | None:
 
 
 def _frequent_spans(codes: Tensor, form: _BlockFormat) -> list[tuple[int, int]]:
-    """Return the most frequent pairs of a span of codes and a shift: trying them is cheaper than finding a block's."""
+    """Return pairs (span of codes, shift), most frequent first: to try them is cheaper than to search each block."""
     if form.minima:
         low = codes.amin(1)
         pairs = torch.stack((codes.amax(1) - low, low), 1)
@@ -344,7 +344,7 @@ _Codes = tuple[Tensor, Tensor, Tensor]
 
 
 def _quantise(values: Tensor, form: _BlockFormat, usual: Sequence[tuple[int, int]]) -> _Codes | None:
-    """Return what gives each value of blocks [B, size]; None if a block is not of the form.
+    """Return codes, scales and minima that give each value of blocks [B, size]; None if a block has none.
 
     Args:
         usual: spans and shifts that are tried first.
@@ -358,7 +358,7 @@ def _quantise(values: Tensor, form: _BlockFormat, usual: Sequence[tuple[int, int
 
 
 def _quantise_with_spans(values: Tensor, form: _BlockFormat, spans: Tensor, shifts: Sequence[int]) -> _Codes | None:
-    """Return the same as ``_quantise``, for known spans [B, 1]."""
+    """Return codes, scales and minima as ``_quantise`` does, for known spans [B, 1]."""
     if not shifts:
         return None
     found, wrong = _try_span(values, form, spans, shifts[0])
@@ -366,7 +366,7 @@ def _quantise_with_spans(values: Tensor, form: _BlockFormat, spans: Tensor, shif
 
 
 def _replace_wrong(found: _Codes, wrong: Tensor, others: Callable[[], _Codes | None]) -> _Codes | None:
-    """Put what ``others`` finds into the places where what was found is wrong."""
+    """Return ``found`` with the blocks at the places ``wrong`` replaced by those that ``others`` finds."""
     if len(wrong):
         if (right := others()) is None:
             return None
@@ -376,7 +376,7 @@ def _replace_wrong(found: _Codes, wrong: Tensor, others: Callable[[], _Codes | N
 
 
 def _code_spans(values: Tensor, form: _BlockFormat) -> Tensor:
-    """Return the largest code of blocks above the smallest, or above 0 without minima, [B, 1]; 0 where there is none.
+    """Return the largest code of each block above its smallest, or 0 without minima, [B, 1]; 0 if not found.
 
     The smallest difference of two values is one, two or a few scales.
     """
@@ -396,7 +396,7 @@ def _code_spans(values: Tensor, form: _BlockFormat) -> Tensor:
 
 
 def _try_span(values: Tensor, form: _BlockFormat, span: Tensor, shift: int) -> tuple[_Codes, Tensor]:
-    """Return codes, scales and minima of blocks [B, size] by a span and a shift, and the blocks they do not give."""
+    """Return codes, scales and minima of blocks [B, size] for a span and a shift, and indices of wrong blocks."""
     if form.minima:
         low, high = values.amin(1, keepdim=True), values.amax(1, keepdim=True)
         scales = _round_to_scale_bits((high - low) / span)
@@ -412,7 +412,7 @@ def _try_span(values: Tensor, form: _BlockFormat, span: Tensor, shift: int) -> t
 
 
 def _round_to_scale_bits(x: Tensor) -> Tensor:
-    """Round to the bits that scales and minima have: found from rounded sums, they are off by a few units."""
+    """Return x rounded to the bits of stored scales: computed from rounded sums, they are off by a few units."""
     half = 1 << (_EXTRA_BITS - 1)
     return ((x.view(torch.int32) + half) & -(1 << _EXTRA_BITS)).view(torch.float32)
 
@@ -421,17 +421,20 @@ _TILE = 192  # outputs whose sums FBGEMM holds in registers; measured best of 64
 
 
 def max_coded_rows(blocks: CodedWeight) -> int:
-    """Return up to how many rows this was measured no slower than weights in 16 bits, or than oneDNN's float32."""
+    """Return the most rows at which codes were measured no slower than 16 bits or oneDNN's float32."""
     return 2 if blocks.by_row else 4
 
 
 def coded_product(blocks: CodedWeight, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
-    """Return x -> x Wᵀ + bias in float32, for few rows x: codes are multiplied and summed, the sums of a block scaled.
+    """Return x -> x Wᵀ + bias in float32 for few rows x: sums of codes times x, scaled by block.
 
     The kernel is FBGEMM's weighted sum of rows of an 8-bit embedding table, the one in torch that multiplies codes by
     float32 with vector instructions on x86: row k of the table has the codes of input k, a bag is a block, x has the
-    weights. The outputs are cut into tiles, so that the table is read once from its beginning to its end: the bags of
-    all rows of x with one block follow one another.
+    weights of a bag. The outputs are cut into tiles, so that the table is read once from its beginning to its end: the
+    bags of all rows of x with one block follow one another.
+
+    Args:
+        blocks: W, [N, K]. bias: [N] or None.
     """
     outputs, inputs = blocks.codes.shape
     size, tiles = blocks.size, -(-outputs // _TILE)

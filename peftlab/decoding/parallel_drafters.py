@@ -1,4 +1,4 @@
-"""Drafting several tokens at once: masks read in one pass (PARD, gated LoRA), and a draft beside the target (PEARL).
+"""Parallel drafting: several tokens in one pass by masks (PARD, gated LoRA); drafting during verification (PEARL).
 
 A gated LoRA makes a draft of the target itself: masks are read with the LoRA, tokens without, in a pass of its own or
 in the verification pass.
@@ -26,7 +26,7 @@ from peftlab.methods.lora.layers import Gate
 
 @dataclass(frozen=True)
 class Masks:
-    """What a draft model that writes several tokens in one pass reads in their place.
+    """The mask tokens that a draft model reads in place of the tokens that it drafts in one pass.
 
     Attributes:
         token: the mask's id. length: K, the tokens it was trained to write.
@@ -51,7 +51,7 @@ class Masks:
 
 @dataclass
 class ParallelDrafter(Drafter):
-    """A model that reads n - 1 masks behind the last token and drafts n tokens in that one pass (PARD).
+    """A drafter whose model reads n - 1 masks after the last token and drafts n tokens in that one pass (PARD).
 
     The masks are not kept: the next pass writes over them. A token is drafted without knowing those drafted before it.
     γ counts drafted tokens: a chain is drawn place by place and has at most K; the nodes of a tree are the γ most
@@ -84,7 +84,8 @@ class ParallelDrafter(Drafter):
         self._sampling, self._read = state.sampling, {}
         self._cache = state.cache
         if not self.shares_cache:
-            # Rows that have not read for several steps are read together with one that is nearly at its end.
+            # Twice the capacity: a block that starts at the end of one row may be as long as the tokens that another
+            # row, which has not read for several steps, still has to read.
             capacity = 2 * state.cache.capacity + self.masks.length
             self._cache = empty_cache(self.engine, capacity, [row.source for row in rows])
         self.join(rows, state)
@@ -96,11 +97,11 @@ class ParallelDrafter(Drafter):
 
     @property
     def _first_is_certain(self) -> bool:
-        """Return whether the first token is the target's own choice, with no other worth a node of a tree."""
+        """Return whether the first token is the target's own choice, so that no other first token is drafted."""
         return self.shares_cache and self._sampling.greedy
 
     def _room(self, row: Row) -> int:
-        """Return how many places behind a row are drafted at most."""
+        """Return the number of places after a row for which tokens can be drafted."""
         return room(self.engine, row, self.masks.length)
 
     def propose(self, rows: list[Row], budgets: list[int]) -> Proposal:
@@ -119,7 +120,7 @@ class ParallelDrafter(Drafter):
         return draft_chain(rows, budgets, _output_at(output, 0), following, self._sampling)
 
     def _mask_outputs(self, rows: list[Row], n: int) -> Output:
-        """Read each row's new tokens and n - 1 masks; return the output of its last token and of the masks."""
+        """Read each row's new tokens and n - 1 masks; return the output of the last n places, logits [b, n, V]."""
         starts = [len(row.tokens) - 1 if self.shares_cache else self._read[row.index] for row in rows]
         new = [row.tokens[start:] for row, start in zip(rows, starts, strict=True)]
         masks = self.masks.ids(n - 1)
@@ -131,12 +132,12 @@ class ParallelDrafter(Drafter):
         self._read |= {row.index: len(row.tokens) for row in rows}
         first = torch.tensor([keep.index(len(tokens) - 1) for tokens in new], device=self.engine.device)
         each = torch.arange(len(rows), device=self.engine.device)[:, None]
-        # Places next to one another are next to one another in ``keep``, too.
+        # A row's n places are consecutive, and ``keep`` has all of them in order: they are consecutive there, too.
         here = first[:, None] + torch.arange(n, device=self.engine.device)
         return Output(output.logits[each, here], output.hidden[each, here])
 
     def _trees(self, logits: Tensor, budgets: list[int], rooms: list[int]) -> Proposal:
-        """Return the most probable nodes of each row, for logits [b, n, V]."""
+        """Return a tree of the most probable nodes for each row, by logits [b, n, V] of its places."""
         best, ids = logits.float().softmax(-1).topk(min(self.width, logits.shape[-1]), -1)
         if self._first_is_certain:
             best[:, 0, 0], best[:, 0, 1:] = 1, 0
@@ -151,7 +152,7 @@ class ParallelDrafter(Drafter):
         return Proposal(right_padded(tokens, size, -1).to(logits.device), parents=filled)
 
     def candidates(self, acceptance: Sequence[float], verification: Sequence[float]) -> list[DraftCandidate]:
-        """See ``Drafter.candidates``: chains, each drafted in one pass; of a tree's nodes no acceptance is known."""
+        """Return chains, each drafted in one pass; none for trees: their acceptance is unknown (``Drafter``)."""
         if self.width > 1:
             return []
         return [replace(draft, effort=1.0) for draft in super().candidates(acceptance, verification)]
@@ -166,10 +167,10 @@ def _output_at(output: Output, place: int) -> Output:
 
 
 class MaskedPassEngine(EngineWrapper):
-    """An engine that reads one token of each row as the target, and those behind it, which are masks, with the LoRA.
+    """An engine that reads the first token of each row without the LoRA, and the masks after it with the LoRA.
 
     Args:
-        engine: the target's, with a gated LoRA. gate: of that.
+        engine: the target's, with a gated LoRA. gate: of the LoRA.
     """
 
     def __init__(self, engine: Engine, gate: Gate):
@@ -177,7 +178,7 @@ class MaskedPassEngine(EngineWrapper):
         self._gate = gate
 
     def forward(self, cache: KVCache, tokens: Tensor, block: Block, keep: list[int] | None = None) -> Output:
-        """See ``Engine.forward``."""
+        """Run this engine on new tokens; see ``Engine.forward``."""
         masks = torch.ones_like(tokens, dtype=torch.bool)
         masks[:, 0] = False
         with self._gate.over(masks):
@@ -186,7 +187,7 @@ class MaskedPassEngine(EngineWrapper):
 
 @dataclass(kw_only=True)
 class OnePassDrafter(ParallelDrafter):
-    """A gated LoRA whose masks the target reads while it verifies (Samragh et al. 2025, arXiv 2507.11851).
+    """A drafter by a gated LoRA whose masks are read in the verification pass (Samragh et al. 2025, arXiv 2507.11851).
 
     A step reads the last token, N drafted ones, and k masks behind each of them: (N + 1)(k + 1) rows. Whatever is
     accepted, k tokens are drafted for the next step: the masks behind the last accepted one, the first of which stands
@@ -223,7 +224,7 @@ class OnePassDrafter(ParallelDrafter):
         return min(super()._room(row), len(self._row_masks[row.index].logits)) if row.index in self._row_masks else 0
 
     def _mask_outputs(self, rows: list[Row], n: int) -> Output:
-        """Return what the last step's masks gave for each row; nothing is read."""
+        """Return the output of the masks that the last verification read, logits [b, n, V]; nothing is read."""
         blank = next(iter(self._row_masks.values()))
         each = [self._row_masks.get(row.index, blank) for row in rows]
         logits, hidden = ([getattr(found, name)[:n] for found in each] for name in ("logits", "hidden"))
@@ -257,25 +258,29 @@ class OnePassDrafter(ParallelDrafter):
                 self._row_masks[row.index] = Output(self._node_masks.logits[i, last], self._node_masks.hidden[i, last])
 
     def candidates(self, acceptance: Sequence[float], verification: Sequence[float]) -> list[DraftCandidate]:
-        """Return none: a step reads masks, too, so that its time is not that of as many tokens."""
+        """Return no candidates: a step also reads masks, so that its time is not C(n+1)."""
         return []
 
 
 @dataclass(frozen=True)
 class _Chain:
-    """Drafted tokens of a row [n], what they were drawn from and the logits, [n, V] each; None as in ``Proposal``."""
+    """The drafted tokens [n] of a row, their distributions and logits [n, V]; None as in ``Proposal``."""
 
     tokens: Tensor
     probs: Tensor | None
     logits: Tensor | None
 
     def part(self, begin: int, end: int | None = None) -> _Chain:
-        """Return the tokens from ``begin`` up to ``end``."""
+        """Return the part of the chain from ``begin`` up to ``end``.
+
+        Args:
+            begin, end: places; ``end`` is left out, and None is the chain's end.
+        """
         probs, logits = (None if z is None else z[begin:end] for z in (self.probs, self.logits))
         return _Chain(self.tokens[begin:end], probs, logits)
 
     def join(self, other: _Chain) -> _Chain:
-        """Return both, one after the other."""
+        """Return this chain followed by the other."""
         if not len(self.tokens) or not len(other.tokens):
             return self if len(self.tokens) else other
         pairs = (self.tokens, other.tokens), (self.probs, other.probs), (self.logits, other.logits)
@@ -286,7 +291,7 @@ class _Chain:
 
 @dataclass
 class PearlDrafter(ModelDrafter):
-    """A smaller model that drafts in a thread of its own while the target verifies.
+    """A drafter whose model drafts in a thread of its own while the target verifies.
 
     PEARL (Liu et al. 2024, arXiv 2408.11850). In each phase the target reads the tokens that await verification, and a
     second thread drafts the γ after them. The first of these needs no further step of the target, which has the
@@ -311,7 +316,7 @@ class PearlDrafter(ModelDrafter):
             raise PeftlabError("drafter pearl: takes tokens back that it has read; a state-space draft cannot")
 
     def propose(self, rows: list[Row], budgets: list[int]) -> Proposal:
-        """Return the tokens that await verification; begin to draft those after them."""
+        """Return the tokens that await verification, and start to draft those after them in the thread."""
         waiting = [self._waiting.pop(row.index, self._empty_chain()) for row in rows]
         ahead = [
             replace(row, tokens=row.tokens + chain.tokens.tolist()) for row, chain in zip(rows, waiting, strict=True)
@@ -324,7 +329,7 @@ class PearlDrafter(ModelDrafter):
         return _Chain(torch.zeros(0, dtype=torch.long, device=self.engine.device), None, None)
 
     def _draft(self, rows: list[Row], budgets: list[int]) -> Proposal:
-        with torch.inference_mode():  # which is a thread's own
+        with torch.inference_mode():  # inference mode is set per thread
             return super().propose(rows, budgets)
 
     @property
@@ -332,7 +337,7 @@ class PearlDrafter(ModelDrafter):
         return True
 
     def verify(self, rows: list[Row], inputs: Tensor, draft: Proposal, output: Output, accepted: Accept) -> Verified:
-        """Wait for the new tokens, and verify the first of each row with those that awaited it."""
+        """Wait for the new tokens, and verify the first of each row together with those that awaited verification."""
         if self._drafting is None:
             return super().verify(rows, inputs, draft, output, accepted)
         new, self._drafting = self._drafting.result(), None
@@ -341,7 +346,8 @@ class PearlDrafter(ModelDrafter):
             self._new[row.index] = _row_chain(new, i)
             chains.append(_row_chain(draft, i).join(self._new[row.index].part(0, 1)))
         every = _stack_chains(chains)
-        # No token follows one that was not read: what is drawn after it from this repeated place is not used.
+        # The first new token was not read, so that there is no output after it: the last place is repeated, and a token
+        # drawn from it is replaced below.
         last = output.logits[:, -1:]
         padded = Output(torch.cat((output.logits, last), 1)[:, : every.tokens.shape[1] + 1], output.hidden)
         paths, following = accepted(every, padded)
@@ -369,7 +375,7 @@ def _row_chain(proposal: Proposal, row: int) -> _Chain:
 
 
 def _stack_chains(chains: list[_Chain]) -> Proposal:
-    """Return chains of several lengths side by side."""
+    """Return a proposal of b chains of several lengths, padded with -1."""
     tokens = pad_sequence([chain.tokens for chain in chains], batch_first=True, padding_value=-1)
     if not tokens.shape[1]:
         return Proposal(tokens)

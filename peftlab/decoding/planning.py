@@ -1,4 +1,4 @@
-"""Whether a draft can make decoding faster on this device: measured step times, and the gains that they allow."""
+"""Plan a draft: measure step times on this device, and compute the gains that they allow."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ ALPHAS = tuple(i / 20 for i in range(1, 21))
 
 
 def plan_from_times(target: list[float], draft: float) -> Gains:
-    """Return the gains that step times allow.
+    """Return the gains over plain decoding that step times allow.
 
     With t(k) the time of a target step over k tokens and d that of a draft step, γ drafted tokens at
     acceptance α gain τ(α, γ)·t(1) / (t(γ+1) + γ·d) over plain decoding; where t is flat this is τ/(γc+1).
@@ -163,7 +163,7 @@ def plan_from_times(target: list[float], draft: float) -> Gains:
 
 
 def plan_from_repeats(target: list[list[float]], draft: list[float], conditions: Conditions) -> DraftPlan:
-    """Return what measured step times allow, and how sure that is.
+    """Return the gains that repeated measurements of step times allow, with bootstrap intervals.
 
     Args:
         target: for 1, 2, ..., γ_max + 1 tokens the seconds of each repeat. draft: those of a draft step.
@@ -193,12 +193,15 @@ def plan_from_repeats(target: list[list[float]], draft: list[float], conditions:
 
 
 def _attributes(of: Gains) -> Attributes:
-    """Return the attributes of a plan, to make a plan with more of them."""
+    """Return the attributes of a plan by name, as arguments of a class that extends it."""
     return {field.name: getattr(of, field.name) for field in fields(of)}
 
 
 def _intervals(target: list[list[float]], draft: list[float], draws: int = 1000) -> tuple[Interval, Interval]:
-    """Return the intervals of c and of the largest gain at α = 1; repeats are drawn together: the steps took turns."""
+    """Return 95 % bootstrap intervals of c and of the largest gain at α = 1; None for each with a single repeat.
+
+    Repeats are drawn together for all steps (paired), because the steps were measured in turn.
+    """
     if len(draft) < 2:
         return None, None
     from scipy.stats import bootstrap
@@ -215,7 +218,11 @@ def _intervals(target: list[list[float]], draft: list[float], draws: int = 1000)
 
 
 def best_gamma_at(plan: Gains, alpha: float) -> AcceptanceGain:
-    """Return the draft length of the largest gain at an acceptance."""
+    """Return the draft length of the largest gain at an acceptance.
+
+    Args:
+        plan: with step times. alpha: acceptance of a drafted token.
+    """
     gain = partial(_gain, plan.target_seconds, plan.draft_seconds)
     return _best_length(gain, alpha, range(len(plan.target_seconds)))
 
@@ -255,7 +262,11 @@ def _break_even(gain: Callable[[float], float]) -> float | None:
 
 
 def check_plan(max_gamma: int, repeats: int, batches: Sequence[int]) -> None:
-    """Raise ``PeftlabError`` for settings that plan nothing, before a model is loaded."""
+    """Raise ``PeftlabError`` for invalid settings of a plan, before a model is loaded.
+
+    Args:
+        max_gamma, repeats, batches: as for ``plan``.
+    """
     if max_gamma < 1:
         raise PeftlabError(f"max_gamma: {max_gamma} drafts nothing; plan for 1 or more")
     if not batches or min(batches) < 1 or len({*batches}) < len(batches):
@@ -276,9 +287,11 @@ def plan(
     repeats: int = 9,
     batches: Sequence[int] = (1,),
 ) -> MeasuredPlan:
-    """Measure target and draft on this device.
+    """Measure the steps of target and draft on this device, and return the gains that they allow.
 
     Args:
+        target, draft: the engines. max_gamma: the longest draft to plan for. context: tokens in the cache.
+        repeats: passes of each kind of step.
         batches: how many sequences are decoded together; the plan is for the first number, ``batches`` has them all.
 
     Raises:
@@ -358,7 +371,8 @@ def compare_kinds(
     """Measure the target's steps over 1 to ``max_gamma`` + 1 tokens, and compare kinds of drafts by them.
 
     Args:
-        costs: of drafting with each kind. alpha: the acceptance to recommend for. batches: as for ``plan``.
+        target: the engine. costs: of drafting with each kind. alpha: the acceptance to recommend for.
+        max_gamma, context, repeats, batches: as for ``plan``.
 
     Raises:
         PeftlabError: ``max_gamma``, ``repeats`` or a batch below 1, a context that does not fit, or no probability.

@@ -1,4 +1,4 @@
-"""How many tokens to draft: a small object, one per sequence, called before, during and after each step.
+"""Draft length policies: small objects, one per sequence, called before, during and after each step.
 
 ``decoding.table.POLICIES`` names them.
 
@@ -20,7 +20,7 @@ from peftlab.errors import PeftlabError
 
 
 class Policy(Protocol):
-    """Draft length for one sequence.
+    """The interface of a draft length policy, which decides for one sequence.
 
     Attributes:
         needs_confidence: whether ``should_continue`` is called after each drafted token (it costs a softmax).
@@ -29,24 +29,29 @@ class Policy(Protocol):
     needs_confidence: bool
 
     def budget(self, batch: int) -> int:
-        """Return how many tokens to draft at most in the coming step, of ``batch`` sequences."""
+        """Return the most tokens to draft in the coming step, in which ``batch`` sequences are decoded together."""
         ...
 
     def should_continue(self, confidence: float, hidden: Tensor) -> bool:
-        """Return whether to draft another token after one of probability q(x) = ``confidence``.
+        """Return whether to draft another token after token x.
 
-        ``hidden`` [H] is the draft's last hidden state, from which x was drawn.
+        Args:
+            confidence: q(x), the draft's probability of x. hidden: [H], the draft's state from which x was drawn.
         """
         ...
 
     def update(self, drafted: int, accepted: int) -> None:
-        """Learn how many of the drafted tokens were accepted."""
+        """Update the policy after a step.
+
+        Args:
+            drafted: tokens. accepted: how many of them.
+        """
         ...
 
 
 @dataclass
 class Fixed:
-    """γ tokens in every step."""
+    """A policy that drafts γ tokens in every step."""
 
     gamma: int
     needs_confidence = False
@@ -66,7 +71,7 @@ class Fixed:
 
 @dataclass
 class Confidence(Fixed):
-    """Up to γ tokens; stop after one whose q(x) is below ``threshold``. That token is still verified."""
+    """A policy that stops after a token whose q(x) is below ``threshold``, or γ; that token is still verified."""
 
     threshold: float = 0.4
     needs_confidence = True
@@ -81,7 +86,7 @@ class Confidence(Fixed):
 
 @dataclass
 class Heuristic(Fixed):
-    """Start at γ; 2 more after a step in which all were accepted, 1 fewer (down to 1) after any other."""
+    """A policy that starts at γ: 2 more after a step in which all were accepted, 1 fewer (at least 1) after others."""
 
     def update(self, drafted: int, accepted: int) -> None:
         if drafted:
@@ -90,7 +95,7 @@ class Heuristic(Fixed):
 
 @dataclass
 class AcceptanceHead(Fixed):
-    """Up to γ tokens; stop once 1 - Π p̂_i > h, with p̂ a head's estimate that a token will be accepted.
+    """A policy that stops once 1 - Π p̂_i > h, or at γ, with p̂ a head's estimate that a token is accepted.
 
     SpecDec++ (Huang et al. 2024, arXiv 2405.19715).
 
@@ -118,20 +123,24 @@ class AcceptanceHead(Fixed):
 
 
 class StepTimes(Protocol):
-    """Seconds of a step, by the number of sequences."""
+    """The seconds of a step of target and draft, by the number of sequences."""
 
     def target(self, batch: int, tokens: int) -> float:
-        """Return those of a target step over ``tokens`` tokens of each of ``batch`` sequences."""
+        """Return the seconds of a target step.
+
+        Args:
+            batch: sequences. tokens: of each.
+        """
         ...
 
     def draft(self, batch: int) -> float:
-        """Return those of a draft step over one token of each of ``batch`` sequences."""
+        """Return the seconds of a draft step over one token of each of ``batch`` sequences."""
         ...
 
 
 @dataclass
 class Goodput:
-    """The draft length of the largest expected goodput: tokens per second of all sequences that are decoded together.
+    """A policy that maximises expected goodput, the tokens per second of all sequences decoded together.
 
     SmartSpec (Liu et al. 2024, arXiv 2406.14066). One object serves all sequences: it counts what is accepted in the
     last steps and chooses the best length for that acceptance, the step times, and the number of sequences. It begins
@@ -154,7 +163,7 @@ class Goodput:
 
     @property
     def alpha(self) -> float:
-        """Return the expected acceptance: that of the last steps and of one accepted token."""
+        """Return the expected acceptance: over the last steps and one more token that counts as accepted."""
         return (self._accepted + 1) / (self._tested + 1)
 
     def budget(self, batch: int) -> int:
@@ -171,7 +180,7 @@ class Goodput:
 
 @dataclass(frozen=True)
 class PolicyInputs:
-    """What policies are made from.
+    """The inputs from which policies are made.
 
     Attributes:
         gamma: tokens per step, at most or at first. head: the draft's hidden state [H] -> p̂. times: of a step.
@@ -187,28 +196,40 @@ PolicyFactory = Callable[[], Policy]
 
 
 def fixed(parts: PolicyInputs, n: float | None) -> PolicyFactory:
-    """Return what makes ``Fixed`` of ``n`` tokens, of γ for None."""
+    """Return a factory of ``Fixed`` policies.
+
+    Args:
+        parts: shared inputs. n: tokens; None: γ.
+    """
     return partial(Fixed, parts.gamma if n is None else int(n))
 
 
 def confidence(parts: PolicyInputs, threshold: float) -> PolicyFactory:
-    """Return what makes ``Confidence``."""
+    """Return a factory of ``Confidence`` policies.
+
+    Args:
+        parts: shared inputs. threshold: the least q(x) that continues.
+    """
     return partial(Confidence, parts.gamma, threshold)
 
 
 def heuristic(parts: PolicyInputs, _: None) -> PolicyFactory:
-    """Return what makes ``Heuristic``."""
+    """Return a factory of ``Heuristic`` policies from shared inputs; the second argument is unused."""
     return partial(Heuristic, parts.gamma)
 
 
 def head(parts: PolicyInputs, h: float) -> PolicyFactory:
-    """Return what makes ``AcceptanceHead``."""
+    """Return a factory of ``AcceptanceHead`` policies.
+
+    Args:
+        parts: shared inputs, with a head. h: probability of a rejection above which drafting stops.
+    """
     assert parts.head is not None
     return partial(AcceptanceHead, parts.gamma, parts.head, h)
 
 
 def goodput(parts: PolicyInputs, _: None) -> PolicyFactory:
-    """Return what returns one ``Goodput`` for all sequences."""
+    """Return a factory that gives all sequences one ``Goodput``; the second argument is unused."""
     assert parts.times is not None
     shared = Goodput(parts.times, parts.gamma)
     return lambda: shared

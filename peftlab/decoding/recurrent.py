@@ -1,4 +1,4 @@
-"""The forward pass of state-space models (Mamba): several tokens from the state of those accepted before.
+"""The forward pass of state-space models (Mamba): it reads several tokens from the state after the accepted ones.
 
 ``transformers`` computes one token from a state, or many from none; verification reads several tokens from the state of
 the accepted ones. All products but the recurrence itself are computed for the tokens at once.
@@ -17,11 +17,11 @@ from transformers import PreTrainedModel
 from peftlab.decoding.cache import Block, Context, Encoder, KVCache, Output, paths_of
 from peftlab.untyped import KnownModel
 
-_MAX_TOKENS = 32  # tokens, whose states are in memory together: a long prompt's would take gigabytes
+_MAX_TOKENS = 32  # tokens of a pass: the states after each are in memory together, gigabytes for a long prompt
 
 
 class RecurrentEngine:
-    """A state-space model, its layers computed by ``mixers.py``; the rest are the model's own modules.
+    """An engine of a state-space model: its layers are computed here, the rest by the model's own modules.
 
     Rows of different lengths run together, as a state has no positions. A tree runs as one row for each of its paths. A
     row can continue after each token whose output was asked for.
@@ -47,15 +47,15 @@ class RecurrentEngine:
         self._blank = [blank(layer.mixer, model.dtype, self.device) for layer in self._body.layers]
 
     def new_cache(self, batch: int, capacity: int, context: Context | None = None) -> StateCache:
-        """See ``Engine.new_cache``."""
+        """Return an empty cache; see ``Engine.new_cache``."""
         return StateCache(batch, capacity, self._blank)
 
     @torch.inference_mode()
     def forward(self, cache: KVCache, tokens: Tensor, block: Block, keep: list[int] | None = None) -> Output:
-        """See ``Engine.forward``."""
+        """Run this engine on new tokens; see ``Engine.forward``."""
         assert isinstance(cache, StateCache)
         rows, n = block.rows or range(len(tokens)), block.n
-        states = cache.load(rows, block.starts)[: self.layers]  # of a draft's: the first layers' of the target's
+        states = cache.load(rows, block.starts)[: self.layers]  # a draft of the first layers shares the cache
         wanted = list(range(n)) if keep is None else keep
         if block.tree is None:
             hidden, features, after = self._read(tokens, states, wanted)
@@ -75,7 +75,7 @@ class RecurrentEngine:
     def _read(
         self, tokens: Tensor, states: list[State], wanted: Sequence[int]
     ) -> tuple[Tensor, Tensor | None, list[State]]:
-        """Read chains [b, n]; return final states [b, wanted, H], features [b, n, F], and layers' [b, wanted, ...]."""
+        """Return hidden states [b, wanted, H], features [b, n, F], layers' states [b, wanted, ...] of chains [b, n]."""
         parts = []
         for first in range(0, tokens.shape[1], _MAX_TOKENS):
             some = tokens[:, first : first + _MAX_TOKENS]
@@ -104,7 +104,7 @@ class RecurrentEngine:
 
 
 class State(NamedTuple):
-    """What a layer knows of the tokens that it has read.
+    """The state of a layer after the tokens that it has read.
 
     Attributes:
         window: [..., C, k], the last k inputs of the convolution.
@@ -120,7 +120,11 @@ Mix = Callable[[KnownModel, Tensor, State], tuple[Tensor, State]]
 
 
 def blank(mixer: KnownModel, dtype: torch.dtype, device: torch.device) -> State:
-    """Return the state of a layer before the first token."""
+    """Return the state of a layer before the first token, without a batch dimension.
+
+    Args:
+        mixer: of the layer. dtype: of the window. device: of both parts.
+    """
     channels, kernel = mixer.conv1d.weight.shape[0], mixer.conv_kernel_size
     heads = (mixer.num_heads, mixer.head_dim) if hasattr(mixer, "num_heads") else (mixer.intermediate_size,)
     return State(
@@ -168,7 +172,7 @@ MIXERS: dict[str, Mix] = {
 
 
 def _convolve(mixer: KnownModel, x: Tensor, window: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the activated convolution of inputs [b, n, C] after a window [b, C, k], and the window after each."""
+    """Return the convolution, activated, of x [b, n, C] after a window [b, C, k], and the window after each token."""
     convolution = mixer.conv1d
     inputs = torch.cat((window, x.mT), -1)  # [b, C, k + n]
     windows = inputs.unfold(-1, window.shape[-1], 1)[:, :, 1:]  # [b, C, n, k]
@@ -190,13 +194,14 @@ Layers = Sequence[State]
 
 
 class StateCache(KVCache):
-    """Of each row the state before slot s, for every s from which it may continue.
+    """A cache that has, for each row, the layer states before every slot from which the row may continue.
 
     A state contains all tokens before it, so that none can be taken back from it: the states after drafted tokens are
     kept until it is known which of them were accepted (``commit``).
 
     Args:
-        batch: rows. blank: the state of each layer before the first token.
+        batch: rows. capacity: tokens per row, which takes no memory here.
+        blank: the state of each layer before the first token.
     """
 
     def __init__(self, batch: int, capacity: int, blank: Layers):
@@ -209,7 +214,11 @@ class StateCache(KVCache):
         return sum(z.nbytes for row in self._saved for layers in row.values() for state in layers for z in state)
 
     def load(self, rows: Sequence[int], starts: Sequence[int]) -> list[State]:
-        """Return the states before these slots, a layer's [b, ...]; a row that starts at 0 begins anew."""
+        """Return the states of each layer before these slots, [b, ...]; a row that starts at 0 begins anew.
+
+        Args:
+            rows: of the cache. starts: slot of each row.
+        """
         for row, start in zip(rows, starts, strict=True):
             if start == 0:
                 self._saved[row] = {0: self._blank}
@@ -217,7 +226,11 @@ class StateCache(KVCache):
         return [State(*map(torch.stack, zip(*layer, strict=True))) for layer in zip(*each, strict=True)]
 
     def save(self, row: int, slot: int, state: Layers) -> None:
-        """Store the state before a slot."""
+        """Store the states of all layers before a slot.
+
+        Args:
+            row: of the cache. slot: the next to be read. state: of each layer, without a batch dimension.
+        """
         self._saved[row][slot] = state
 
     def copy(self, rows: Sequence[int], capacity: int) -> StateCache:
@@ -228,7 +241,7 @@ class StateCache(KVCache):
     def commit(self, row: int, start: int, nodes: Sequence[int] = ()) -> None:
         saved = self._saved[row]
         state = saved[start + nodes[-1] + 1] if nodes else saved.get(start, self._blank)
-        # What was computed for several rows and tokens at once stays in memory as long as a part of it does.
+        # Clones: a view would keep the states of all rows and tokens of its pass in memory.
         self._saved[row] = {start + len(nodes): [State(*(z.clone() for z in layer)) for layer in state]}
 
     def select(self, rows: Sequence[int]) -> None:

@@ -23,7 +23,7 @@ from peftlab.errors import PeftlabError
 
 @dataclass
 class DrawnTrees(ModelDrafter):
-    """Trees of γ nodes, of the levels that ``grow`` makes; greedily, of the most probable tokens.
+    """A drafter of trees of γ nodes that are drawn level by level; in greedy decoding, of the most probable tokens.
 
     The target verifies each node against what it was drawn from, its elder siblings removed where they were, so that
     the output is exact. Every level reads the tree above it in one pass.
@@ -37,7 +37,7 @@ class DrawnTrees(ModelDrafter):
     has_logits = False
 
     def candidates(self, acceptance: Sequence[float], verification: Sequence[float]) -> list[DraftCandidate]:
-        """Return none: how often the nodes of its trees are accepted was not measured."""
+        """Return no candidates: the acceptance of the nodes of its trees was not measured."""
         return []
 
     def start(self, rows: list[Row], state: TargetState) -> None:
@@ -52,7 +52,7 @@ class DrawnTrees(ModelDrafter):
             return Proposal.empty(len(rows), device)
         random = None if greedy else RowRandomSource([row.generator for row in rows])
         growth, logits = self.grow(), self._catch_up(rows).logits[:, -1:]
-        # What lies past these tokens is a tree: the next step reads the accepted ones again.
+        # The slots past these tokens will have a tree, not a chain: the next step reads its accepted tokens again.
         self._read |= {row.index: len(row.tokens) for row in rows}
         tokens, drawn_from = torch.empty(len(rows), 0, dtype=torch.long, device=device), list[Tensor]()
         nodes_above = torch.full((len(rows), 1), -1, device=device)  # the last level, as nodes
@@ -73,7 +73,7 @@ class DrawnTrees(ModelDrafter):
         return Proposal(tokens, probs, parents=[tuple(line) for line in parents[:, :nodes].tolist()])
 
     def _leaf_logits(self, rows: list[Row], tokens: Tensor, parents: Tensor, width: int) -> Tensor:
-        """Read each row's last token and the tree [b, n] below it; return the logits of its last ``width`` nodes."""
+        """Return the logits of the last ``width`` nodes of trees [b, n] below each row's last token, [b, width, V]."""
         n = tokens.shape[1]
         last = torch.tensor([[row.tokens[-1]] for row in rows], device=tokens.device)
         tree = shape_of([tuple(line) for line in parents.tolist()])
@@ -99,7 +99,7 @@ class Level:
 
 
 class Growth(Protocol):
-    """How trees grow; an object for each draft."""
+    """The growth of trees, level by level; each draft has an object of its own."""
 
     def level(self, q: Tensor, random: RandomSource | None) -> Level:
         """Return the level below the last one.
@@ -113,7 +113,7 @@ class Growth(Protocol):
 
 @dataclass
 class Chains:
-    """``width`` first tokens, each continued as a chain.
+    """A growth into ``width`` chains, which begin with ``width`` draws of the first token.
 
     Without replacement they all differ: recursive rejection sampling with constant branching (RSD-C, Jeon et al. 2024,
     arXiv 2402.14160). With replacement the chains are independent drafts (SpecInfer, Miao et al. 2023, arXiv
@@ -148,7 +148,7 @@ class Chains:
 
 @dataclass
 class StochasticBeam:
-    """The ``width`` sequences of each length that are first in an order drawn without replacement.
+    """A growth into the first ``width`` sequences of each length, in an order drawn without replacement.
 
     Recursive rejection sampling with stochastic beam search (RSD-S, Jeon et al. 2024, arXiv 2402.14160). With φ the
     log-probability of a path and G_c ~ Gumbel(φ_c) of the children of a node, Z the largest of them, a child has
@@ -176,7 +176,7 @@ class StochasticBeam:
 
 
 def _bounded_gumbels(bound: Tensor, paths: Tensor, random: RandomSource) -> Tensor:
-    """Return Gumbels located at ``paths`` [b, k, V], given that the largest of each node is ``bound`` [b, k, 1]."""
+    """Return Gumbels with locations ``paths`` [b, k, V], given that the largest of a node is ``bound`` [b, k, 1]."""
     free = paths - random.exponentials(paths).log()
     # -log(exp(-bound) - exp(-Z) + exp(-G)) = bound - softplus(d), d = bound - G + log(1 - exp(G - Z)), which does not
     # overflow; d is -inf where G = Z, and the result then the bound itself.
@@ -185,7 +185,7 @@ def _bounded_gumbels(bound: Tensor, paths: Tensor, random: RandomSource) -> Tens
 
 
 def _exclude_elder_siblings(q: Tensor, above: Tensor, tokens: Tensor) -> Tensor:
-    """Return what each node of a level was drawn from [b, w, V]: its parent's q without the elder siblings.
+    """Return the distribution that each node was drawn from, [b, w, V]: its parent's q without elder siblings.
 
     Args:
         q: [b, k, V] of the level above. above, tokens: [b, w], as in ``Level``.
@@ -200,21 +200,21 @@ def _exclude_elder_siblings(q: Tensor, above: Tensor, tokens: Tensor) -> Tensor:
 
 
 GrowthFactory = Callable[[], Growth]
-"""Makes what a new tree grows by."""
+"""Makes the growth of a new tree."""
 
 
 def rsd_c(width: float) -> GrowthFactory:
-    """Return what makes ``Chains`` without replacement."""
+    """Return a factory of ``Chains`` without replacement, ``width`` of them."""
     return lambda: Chains(int(width), replacement=False)
 
 
 def rsd_s(width: float) -> GrowthFactory:
-    """Return what makes a ``StochasticBeam``."""
+    """Return a factory of ``StochasticBeam`` growths of ``width`` sequences."""
     return lambda: StochasticBeam(int(width))
 
 
 def specinfer(width: float) -> GrowthFactory:
-    """Return what makes ``Chains`` with replacement."""
+    """Return a factory of ``Chains`` with replacement, ``width`` of them."""
     return lambda: Chains(int(width), replacement=True)
 
 
@@ -277,7 +277,13 @@ def verify_kseq(
     K-SEQ of SpecTr (Sun et al. 2023, arXiv 2310.15141). Where none passes, p ← norm(max(0, p - min(q, p/ρ)·p_acc/β)).
     Drafts of one distribution are tried together, runs of them in turn, so that other drafts may stand beside them;
     alone, a draft is tried as by ``verify_drafts``, which has the same arguments and results. Lossless if the drafts of
-    a run were drawn with replacement. Of equal drafts the first is returned.
+    a run were drawn with replacement. The index of an accepted token is that of the first draft equal to it.
+
+    Args:
+        target_probs: [V]. draft_probs: [k, V]. tokens: [k]. random: decides and draws.
+
+    Returns:
+        The index of the accepted draft, or None, and the emitted token.
     """
     p, drafted, end = target_probs, tokens.tolist(), 0
     while end < len(drafted):
@@ -295,7 +301,11 @@ def verify_kseq(
 def verify_kseq_tree(
     target_probs: Tensor, draft_probs: Tensor, tokens: Tensor, parents: Sequence[int], random: RandomSource
 ) -> tuple[list[int], int]:
-    """Walk down a tree as ``verify_tree`` does, with ``verify_kseq`` over each node's children."""
+    """Walk down a tree as ``verify_tree`` does, with ``verify_kseq`` over each node's children.
+
+    Args:
+        target_probs, draft_probs, tokens, parents, random: as for ``verify_tree``, as is the result.
+    """
     return verify_tree(target_probs, draft_probs, tokens, parents, random, verify_kseq)
 
 

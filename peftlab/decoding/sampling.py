@@ -1,4 +1,4 @@
-"""From logits to probabilities to tokens; the one place where decoding is random."""
+"""Sampling: from logits to probabilities to tokens; all randomness of decoding is drawn here."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from peftlab.errors import PeftlabError
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are chosen, by target and draft alike.
+    """The settings by which target and draft choose tokens.
 
     Attributes:
         temperature: 0 is greedy.
@@ -80,7 +80,7 @@ def probabilities(
 
 
 def _sort_descending(probs: Tensor) -> Tensor:
-    """Return each row's values, the largest first."""
+    """Return each row's values [..., V] in falling order."""
     if probs.device.type != "cpu":
         return probs.sort(dim=-1, descending=True).values
     # torch's own sort takes 60 times as long: 7 ms for 49,152 tokens, a third of a small model's step.
@@ -88,28 +88,28 @@ def _sort_descending(probs: Tensor) -> Tensor:
 
 
 def _most_probable(probs: Tensor, ordered: Tensor, count: Tensor) -> Tensor:
-    """Return which tokens are the ``count`` [..., 1] most probable of each row, ties go to the lowest indices.
+    """Return the mask of the ``count`` [..., 1] most probable tokens of each row; the lowest indices win a tie.
 
     Args:
-        ordered: the values of ``probs``, descending.
+        probs: [..., V]. ordered: the same values in falling order. count: [..., 1], 1 or more.
     """
     least, following = ordered.gather(-1, count - 1), ordered.gather(-1, count.clamp_max(probs.shape[-1] - 1))
     found = probs >= least
     ties = (following == least) & (count < probs.shape[-1])
-    if probs.device.type != "cpu" or ties.any():  # to ask would wait for the device
+    if probs.device.type != "cpu" or ties.any():  # asking a device for ties would wait for it
         above, equal = probs > least, probs == least
         found = above | equal & (equal.cumsum(-1) <= count - above.sum(-1, keepdim=True))
     return found
 
 
 def argmax(scores: Tensor) -> Tensor:
-    """Return the index of the largest score of each row, ties go to the lowest: [..., V] -> [...]."""
+    """Return the index of the largest score of each row; the lowest index wins a tie: [..., V] -> [...]."""
     # torch's max returns the first index of the largest value; its argmax takes three to five times as long on a CPU.
     return scores.max(-1).indices
 
 
 def one_hot(tokens: Tensor, like: Tensor) -> Tensor:
-    """Return what deterministic tokens were drawn from: one-hot rows, zeros at -1, "nothing drafted".
+    """Return one-hot distributions of deterministic tokens; rows of zeros for -1, "nothing drafted".
 
     Args:
         tokens: [...].
@@ -147,7 +147,7 @@ def sample(probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
 
 @dataclass
 class RandomSource:
-    """The randomness of drafts and of their verification.
+    """A source of the random decisions and draws of drafting and verification.
 
     Verification decides only through ``bernoulli`` and ``draw``, so a subclass that branches on every decision and draw
     computes a scheme's exact output distribution from the very code that runs.
@@ -170,7 +170,7 @@ class RandomSource:
         return sample(probs, self.generator)
 
     def exponentials(self, like: Tensor) -> Tensor:
-        """Return positive numbers of the exponential law of mean 1, as many as there are in ``like``."""
+        """Return positive numbers drawn from the exponential distribution of mean 1, in the shape of ``like``."""
         if like.device.type == "cpu":
             # A third of the time of exponential_; 53 bits, as in fp32 the smallest numbers would be too often 0.
             uniform = torch.rand(like.shape, generator=self.generator, dtype=torch.float64)
@@ -182,14 +182,14 @@ class RandomSource:
 
 
 class TreeRandomSource(RandomSource):
-    """A source of one row, whose decisions take one number together, as those of ``RowRandomSource`` do."""
+    """A source for the tree of one row: all decisions are seeded by one number, as in ``RowRandomSource``."""
 
     def __init__(self, generator: torch.Generator):
         super().__init__(generator)
         self._decisions = RandomSource(*fork_generators([generator]))
 
     def bernoulli(self, probability: Tensor) -> Tensor:
-        """See ``RandomSource.bernoulli``."""
+        """Return booleans [...], each True with its probability; see ``RandomSource.bernoulli``."""
         return self._decisions.bernoulli(probability)
 
 
@@ -218,15 +218,16 @@ class RowRandomSource(RandomSource):
         return torch.stack([sample(row, generator) for generator, row in zip(self.generators, probs, strict=True)])
 
     def exponentials(self, like: Tensor) -> Tensor:
-        """See ``RandomSource.exponentials``; [b, ...], row i's from generator i."""
+        """Return exponential numbers [b, ...] (``RandomSource.exponentials``), row i's from generator i."""
         rows = zip(self.generators, like, strict=True)
         return torch.stack([RandomSource(generator).exponentials(row) for generator, row in rows])
 
 
 def fork_generators(generators: Iterable[torch.Generator], device: torch.device | None = None) -> list[torch.Generator]:
-    """Return generators seeded by one number of each: what is drawn from them does not change what these draw next.
+    """Return new generators seeded by one number of each: draws from them do not advance the originals.
 
     Args:
+        generators: the originals; each is advanced by one number.
         device: of the new generators; None: that of the others.
     """
     seeds = [torch.randint(2**62, (), generator=generator, device=generator.device) for generator in generators]

@@ -1,4 +1,4 @@
-"""Drafting from the target's own hidden states: heads (Medusa, Hydra) and layers that continue the states (EAGLE, MTP).
+"""Drafting from the target's hidden states: heads (Medusa, Hydra) and layers that continue the states (EAGLE, MTP).
 
 Heads predict several positions from one state, without a cache. A layer that continues the states has a cache of its
 own and drafts a chain, or a tree that grows with the draft's probabilities (EAGLE-2).
@@ -32,7 +32,7 @@ from peftlab.errors import PeftlabError
 
 
 class Heads(Protocol):
-    """What a drafter needs of Medusa heads.
+    """The interface of heads that predict several positions from one state (Medusa, Hydra).
 
     Attributes:
         vocab_size: V.
@@ -73,10 +73,10 @@ def tree_tokens(
     bias: Callable[[Tensor], Tensor] | None = None,
     ids: Tensor | None = None,
 ) -> Tensor:
-    """Return the tokens of a tree's nodes, level by level; arguments as for ``Heads.tokens``.
+    """Return the tokens of a tree's nodes, [b, N], where a level's logits depend at most on the parent's token.
 
     Args:
-        logits: [K, b, V] of the heads.
+        logits: [K, b, V] of the heads. last, tree: as for ``Heads.tokens``.
         bias: tokens [b, n] -> [b, n, V], added to the logits of what follows them: children of different parents then
             have different choices. None: a head's choices are the same after every parent.
         ids: [V], the token of each logit; None: its own number.
@@ -92,7 +92,7 @@ def tree_tokens(
 def grown_tokens(
     following: Callable[[int, Tensor], Tensor], last: Tensor, tree: Sequence[Path], ids: Tensor | None = None
 ) -> Tensor:
-    """Return the tokens of a tree's nodes, where what follows depends on the tokens above.
+    """Return the tokens of a tree's nodes, [b, N], where a level's logits depend on all tokens above.
 
     Args:
         following: (level from 0, the last token and the drafted ones up to each of n parents [b, n, level + 1]) ->
@@ -114,7 +114,7 @@ def grown_tokens(
 
 @dataclass
 class HeadsDrafter(Drafter):
-    """Candidates from heads on the target's last hidden state; the draft has no cache and runs no model.
+    """A drafter from heads on the target's last hidden state, without a cache or a model of its own.
 
     γ counts drafted tokens: a chain takes the first choice of γ heads, a tree the γ nodes most likely to be reached.
     Candidates are the heads' top tokens, so verification treats them as deterministic.
@@ -171,7 +171,7 @@ class HeadsDrafter(Drafter):
             self._hidden[row.index] = verified.output.hidden[i, path[-1] + 1 if path else 0]
 
     def candidates(self, acceptance: Sequence[float], verification: Sequence[float]) -> list[DraftCandidate]:
-        """See ``Drafter.candidates``: a tree by the measured ranks, else a chain, each drafted at the same effort."""
+        """Return trees by the measured ranks, else chains, all of one effort; see ``Drafter.candidates``."""
         if self.heads.ranks is None:
             return [replace(draft, effort=1.0) for draft in super().candidates(acceptance, verification)]
         return [
@@ -181,7 +181,7 @@ class HeadsDrafter(Drafter):
 
 
 class FeatureNetwork(Protocol):
-    """What a drafter needs of a network that reads the target's states.
+    """The interface of a network that continues the target's states (EAGLE, MTP).
 
     Row t of a sequence reads token t + 1 and a state of position t, the target's or its own output of row t - 1, and
     its output gives the logits of token t + 2.
@@ -204,7 +204,7 @@ class FeatureNetwork(Protocol):
     def device(self) -> torch.device: ...
 
     def fuse(self, features: Tensor) -> Tensor:
-        """Return the states that are read for the target's, [..., F] -> [..., H]."""
+        """Return the network's input for the target's states, [..., F] -> [..., H]."""
         ...
 
     def advance(
@@ -213,7 +213,7 @@ class FeatureNetwork(Protocol):
         """Return the output of n rows for each of b sequences, [b, n, H], and store their keys and values.
 
         Args:
-            tokens: [b, n]. states: [b, n, H]. block: where the rows are stored. positions: [b or 1, n].
+            cache: of the network. tokens: [b, n]. states: [b, n, H]. block: slots of the rows. positions: [b or 1, n].
             visible: which slots each row sees, [b or 1, 1, n, block.end]; None for all.
         """
         ...
@@ -225,7 +225,7 @@ class FeatureNetwork(Protocol):
 
 @dataclass
 class FeatureDrafter(Drafter):
-    """One layer that continues the target's states, with a cache of its own.
+    """A drafter by a layer that continues the target's states, with a cache of its own.
 
     γ counts drafted tokens. Width 1 is a chain, drawn from the draft's distribution. Otherwise, as in EAGLE-2
     (arXiv 2406.16858), the ``width`` most probable nodes of the newest level get ``width`` children each, and the γ
@@ -265,7 +265,8 @@ class FeatureDrafter(Drafter):
                 f"draft: trained for {self.network.vocab_size} tokens, but the target has {state.vocab_size}"
             )
         self._sampling = state.sampling
-        # Rows that have not read for several steps are read together with one that is nearly at its end.
+        # Twice the capacity: a block that starts at the end of one row may be as long as the tokens that another row,
+        # which has not read for several steps, still has to read.
         size = len(rows), 2 * state.cache.capacity + self.width * self.depth
         self._cache = KVCache(1, *size) if self.window is None else WindowedCache(1, *size, self.window)
         self._read, self._new = {}, {}
@@ -315,11 +316,11 @@ class FeatureDrafter(Drafter):
             last |= {i: row[len(x) - 1] for i, row, x in zip(places, states, parts, strict=True)}
         for row, count in zip(rows, counts, strict=True):
             self._read[row.index] += count
-        nothing = torch.zeros_like(next(iter(last.values())))  # a row without a state drafts nothing
+        nothing = torch.zeros_like(next(iter(last.values())))  # for rows without a new state, whose budget is 0
         return torch.stack([last.get(i, nothing) for i in range(len(rows))])[:, None]
 
     def _advance(self, tokens: Tensor, states: Tensor, block: Block) -> Tensor:
-        """Advance the network over a block of chains, [b, n] to [b, n, H]."""
+        """Return the network's output for a block of chains, tokens [b, n] -> [b, n, H]."""
         device = self.network.device
         return self.network.advance(
             self._cache, tokens, states, block, block.positions(device), block.visible(None, device)
@@ -343,6 +344,7 @@ class FeatureDrafter(Drafter):
             tokens, above, seen = trees.expand(self.width)
             (_, k, m), wide = seen.shape, states.shape[-1]
             positions = torch.tensor(starts, device=device)[:, None].expand(-1, k) + level
+            # The m nodes read so far are stored from ``start`` on, the k newest last; all of a level share a position.
             block = self._cache.block(slots, [start + m - k for start in starts], k)
             visible = visible_slots(starts, seen)[:, None]
             states = states.gather(1, above[..., None].expand(-1, -1, wide))
@@ -370,7 +372,7 @@ class FeatureDrafter(Drafter):
         self._cache.select(slots)
 
     def candidates(self, acceptance: Sequence[float], verification: Sequence[float]) -> list[DraftCandidate]:
-        """See ``Drafter.candidates``: by the measured ranks the chains, and the trees of its own or the usual width.
+        """Return chains, and trees of its own or the usual width, by the measured ranks (``Drafter.candidates``).
 
         Each level of a tree after the first reads several nodes, which takes as many times longer as a target step over
         as many tokens.
@@ -388,7 +390,7 @@ class FeatureDrafter(Drafter):
 
 
 class GrowingTrees:
-    """A tree for each of b rows. In each level the most probable of its nodes are read, and their children are added.
+    """Trees for b rows that grow level by level: the most probable nodes are read, and their children are added.
 
     A node is as probable as its path: the product of the draft's probabilities along it. Nodes are numbered as they are
     added, -1 is the root; all rows have the same number of nodes in each level.
@@ -406,14 +408,18 @@ class GrowingTrees:
         self._above = torch.ones(b, 1, 0, dtype=torch.bool, device=device)  # see ``expand``
 
     def add(self, tokens: Tensor, log_probs: Tensor) -> None:
-        """Add the newest level: children [b, k, w] of the k nodes that were read last, of the root at first."""
+        """Add a level: w children of each of the k nodes that were read last, of the root at first.
+
+        Args:
+            tokens: [b, k, w]. log_probs: [b, k, w], of each token after its parent.
+        """
         self._begin, self._children = self._tokens.shape[1], tokens.shape[2]
         self._tokens = torch.cat((self._tokens, tokens.flatten(1)), 1)
         self._parents = torch.cat((self._parents, self._read.repeat_interleave(self._children, 1)), 1)
         self._values = torch.cat((self._values, (self._read_values[:, :, None] + log_probs).flatten(1)), 1)
 
     def expand(self, width: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the ``width`` most probable nodes of the newest level, which are now read.
+        """Return the ``width`` most probable nodes of the newest level, which the caller reads next.
 
         Returns:
             Their tokens [b, k]; the place [b, k] of each one's parent among the nodes read before; and [b, k, m]

@@ -1,4 +1,4 @@
-"""What decoding gave, in numbers: acceptance, block efficiency, intervals, divergences, results of benchmarks."""
+"""Statistics of decoding: acceptance, block efficiency, intervals, divergences, and the results of benchmarks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from peftlab.files import Json, to_json
 from peftlab.hardware import Cpu
 
 Interval = tuple[float, float] | None
-"""Of 95 %; None where there are too few data."""
+"""Ends of a 95 % interval; None where there are too few data."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class OverlapRates:
 
 @dataclass
 class OverlapMeter:
-    """How well a draft model agrees with its target, at every position whose drafted prefix was accepted.
+    """A meter of the agreement of draft model and target, at each position whose drafted prefix was accepted.
 
     An ``observe`` for ``decode.decode``. At temperature 0 it compares at temperature 1.
     """
@@ -204,9 +204,12 @@ class Divergence:
 
 
 def divergence(engine: Engine, prompt: Sequence[int], plain: Sequence[int], other: Sequence[int]) -> Divergence | None:
-    """Return where two greedy outputs first differ, and whether the target was undecided there; None if they are equal.
+    """Return the first difference of two greedy outputs, and whether it is a near tie; None if they are equal.
 
     A near tie is a margin of at most 8 units in the last place of the largest logit, in the logits' dtype.
+
+    Args:
+        engine: the target. prompt: token ids. plain, other: the outputs.
     """
     if list(plain) == list(other):
         return None
@@ -327,7 +330,7 @@ def verdict(speedup: float, interval: Interval, doubts: Sequence[str] = ()) -> s
     """Return the gain in words: "slower" where it is slower, "no clear difference" where noise hides it.
 
     Args:
-        interval: of ``speedup``; None for a single batch, from which nothing is concluded.
+        speedup: ratio of rates. interval: of ``speedup``; None for a single batch, from which nothing is concluded.
         doubts: why the times may be wrong; with any, the verdict is called uncertain.
     """
     if interval is None:

@@ -1,4 +1,4 @@
-"""What a user names as NAME or NAME:X: rules of draft length, drawn trees, verifiers, drafters; draft windows."""
+"""Tables of what a user names as NAME or NAME:X: draft length policies, trees, verifiers, drafters; draft windows."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from peftlab.errors import PeftlabError, did_you_mean
 
 @dataclass(frozen=True)
 class Argument:
-    """The X of NAME:X.
+    """The argument X of a rule that is written NAME:X.
 
     Attributes:
         name: for messages. description: what it may be. read: text -> its value; ValueError for another.
@@ -60,7 +60,7 @@ def parse_rule(what: str, rows: Mapping[str, Rule], text: str) -> NamedRule:
     """Return the rule that ``text``, NAME or NAME:X, names.
 
     Args:
-        what: the option, for messages.
+        what: the option, for messages. rows: name -> rule. text: what was written.
 
     Raises:
         PeftlabError: no such rule, an X that it cannot have, or one where it takes none.
@@ -92,12 +92,12 @@ def _written_form(name: str, argument: Argument | None) -> str:
 
 
 def rule_help(rows: Mapping[str, Rule]) -> str:
-    """Return what may be written and what it does, for the help of an option."""
+    """Return the help text of an option: the forms that may be written and what each does."""
     return "; ".join(f"{_written_form(name, row.argument)}, {row.about}" for name, row in rows.items())
 
 
 def _number(kind: type[int] | type[float], allowed: Callable[[float], bool]) -> Callable[[str], float]:
-    """Return what reads a number from text; it raises ValueError for a text that is none, or a number not allowed."""
+    """Return a parser of numbers; it raises ValueError for a text that is no number, or one not allowed."""
 
     def read(text: str) -> float:
         if not allowed(value := kind(text)):
@@ -133,7 +133,7 @@ POLICIES: dict[str, Rule] = {
     ),
     "goodput": Rule(f"{_POLICY}:goodput", "the most tokens per second by measured step times", needs=TIMES),
 }
-"""Name -> rule of draft length. ``make`` is (``draft_length.PolicyInputs``, X) -> what makes a sequence's policy.
+"""Name -> rule of draft length. ``make`` is (``policies.PolicyInputs``, X) -> a factory of policies.
 
 ``needs``: tokens drawn one after the other from a draft's probabilities; a trained head that reads the states of such a
 draft; or the times of a step of target and draft.
@@ -175,7 +175,7 @@ TREES: dict[str, Rule] = {
     "rsd_s": Rule(f"{_TREES}:rsd_s", "of each length the W first of a stochastic beam", _WIDTH),
     "specinfer": Rule(f"{_TREES}:specinfer", "W independent chains with shared beginnings", _WIDTH),
 }
-"""Name -> tree drawn from a draft model. ``make`` is X -> what makes its growth, see ``sampled_trees``."""
+"""Name -> tree drawn from a draft model. ``make`` is X -> a factory of its growth, see ``sampled_trees``."""
 
 
 def tree(text: str) -> NamedRule:
@@ -218,7 +218,7 @@ def model_free(text: str) -> NamedRule:
 
 @dataclass(frozen=True)
 class Window:
-    """What a draft sees of a text: the first tokens, on which attention rests in any text, and the last ones.
+    """The part of a text that a draft sees: the first tokens, which always attract attention, and the last ones.
 
     They need a cache of constant size, whatever the length of the text (StreamingLLM, Xiao et al. 2023, arXiv
     2309.17453; for drafts LongSpec, Yang et al. 2025, arXiv 2502.17421). Positions stay those of the whole text.

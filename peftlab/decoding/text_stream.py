@@ -1,4 +1,4 @@
-"""From token ids to text while it grows: whole characters only, and stop strings."""
+"""Streaming of token ids as text: only whole characters are returned, and output ends at stop strings."""
 
 from __future__ import annotations
 
@@ -10,13 +10,18 @@ from peftlab.errors import PeftlabError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-BROKEN = "\N{REPLACEMENT CHARACTER}"  # what decoding makes of a character whose bytes are not complete
+BROKEN = "\N{REPLACEMENT CHARACTER}"  # the decoded text of a character whose bytes are incomplete
 
 
 def stop_at(tokenizer: PreTrainedTokenizerBase, stops: Sequence[str]) -> Callable[[Sequence[int]], bool] | None:
-    """Return whether output ids contain a stop string, as ``decode.StoppingCriteria.stops`` takes it.
+    """Return a function (output ids) -> whether they contain a stop string; None without stop strings.
+
+    It is an argument of ``decode.StoppingCriteria``.
 
     The output then ends with the token that completes the stop string; ``cut_at`` removes it from the text.
+
+    Args:
+        tokenizer: decodes. stops: stop strings.
 
     Raises:
         PeftlabError: an empty stop string, which every output contains.
@@ -36,12 +41,16 @@ def stop_at(tokenizer: PreTrainedTokenizerBase, stops: Sequence[str]) -> Callabl
 
 
 def cut_at(text: str, stops: Sequence[str]) -> str:
-    """Return ``text`` up to the first stop string in it."""
+    """Return ``text`` up to the first stop string in it.
+
+    Args:
+        text: decoded output. stops: stop strings.
+    """
     return text[: min((found for stop in stops if (found := text.find(stop)) >= 0), default=len(text))]
 
 
 class TextStream:
-    """Turns ids into text piece by piece; a returned piece never changes.
+    """A decoder of token ids into text, piece by piece; a returned piece never changes.
 
     Characters whose bytes are incomplete, and an ending that may become a stop string, are withheld.
     """

@@ -32,6 +32,9 @@ def acceptance_rate(p: Tensor, q: Tensor) -> Tensor:
     """Return α = Σ min(p, q) = 1 - TV(p, q) = E_q[min(1, p/q)]: [..., V], [..., V] -> [...].
 
     Computed as 1 - ½·Σ|p - q|, which is exactly 1 where both are the same.
+
+    Args:
+        p, q: [..., V], distributions of target and draft.
     """
     return 1 - (p - q).abs().sum(-1) / 2
 
@@ -49,7 +52,11 @@ def vocabulary_cap(p: Tensor, draft_vocabulary: Tensor) -> Tensor:
 
 
 def block_efficiency(alpha: float, gamma: int) -> float:
-    """Return τ = (1 - α^(γ+1)) / (1 - α) = Σ_{i≤γ} α^i, which is γ+1 at α = 1."""
+    """Return τ = (1 - α^(γ+1)) / (1 - α) = Σ_{i≤γ} α^i, which is γ+1 at α = 1.
+
+    Args:
+        alpha: acceptance. gamma: drafted tokens per step.
+    """
     _check(alpha, gamma)
     return sum(alpha**i for i in range(gamma + 1))
 
@@ -65,7 +72,11 @@ def block_efficiency_by_position(alphas: Iterable[float]) -> float:
 
 
 def speedup(alpha: float, gamma: int, c: float) -> float:
-    """Return the gain in wall-clock time τ / (γc + 1): below 1 the draft slows decoding down."""
+    """Return the gain in wall-clock time τ / (γc + 1): below 1 the draft slows decoding down.
+
+    Args:
+        alpha: acceptance. gamma: drafted tokens per step. c: time of a draft step over that of a target step.
+    """
     _check(alpha, gamma, c)
     return block_efficiency(alpha, gamma) / (gamma * c + 1)
 
@@ -83,7 +94,11 @@ def operations_growth(alpha: float, gamma: int, c_hat: float) -> float:
 
 
 def cap(gamma: int, c: float) -> float:
-    """Return the gain of a perfect draft, (γ+1) / (γc+1): no acceptance can beat it at this γ and c."""
+    """Return the gain of a perfect draft, (γ+1) / (γc+1): no acceptance can beat it at this γ and c.
+
+    Args:
+        gamma, c: as for ``speedup``.
+    """
     return speedup(1.0, gamma, c)
 
 
@@ -91,6 +106,9 @@ def break_even_alpha(gamma: int, c: float) -> float:
     """Return the α at which the gain is 1, or infinity where even a perfect draft loses (c > 1).
 
     At γ = 1 it is c itself.
+
+    Args:
+        gamma, c: as for ``speedup``.
 
     Raises:
         PeftlabError: γ < 1, where there is no draft to break even.
@@ -109,7 +127,11 @@ def break_even_alpha(gamma: int, c: float) -> float:
 
 
 def best_gamma(alpha: float, c: float, max_gamma: int) -> int:
-    """Return the γ in 0..max_gamma of the largest gain, the smallest in a tie; 0 says not to draft."""
+    """Return the γ in 0..max_gamma of the largest gain; the smallest wins a tie, and 0 means not to draft.
+
+    Args:
+        alpha, c: as for ``speedup``. max_gamma: the largest γ.
+    """
     return max(range(max_gamma + 1), key=lambda gamma: speedup(alpha, gamma, c))
 
 
@@ -122,7 +144,7 @@ def acceptance_floor_from_kl(kl: float) -> float:
 
 
 def acceptance_range_from_jsd(jsd: float) -> tuple[float, float]:
-    """Return (1 - √(2·JSD), 1 - JSD/ln 2), between which α lies: TV²/2 ≤ JSD ≤ ln2·TV, in nats."""
+    """Return the bounds 1 - √(2·JSD) and 1 - JSD/ln 2 of α, which follow from TV²/2 ≤ JSD ≤ ln2·TV, in nats."""
     return max(0.0, 1 - math.sqrt(2 * jsd)), 1 - jsd / math.log(2)
 
 
@@ -158,7 +180,11 @@ def best_goodput_gamma(
     draft_time: Callable[[int], float],
     max_gamma: int,
 ) -> int:
-    """Return the γ in 0..max_gamma of the largest goodput, the smallest in a tie."""
+    """Return the γ in 0..max_gamma of the largest goodput; the smallest wins a tie.
+
+    Args:
+        alpha, batch, target_time, draft_time: as for ``goodput``. max_gamma: the largest γ.
+    """
     return max(range(max_gamma + 1), key=lambda g: goodput(alpha, g, batch, target_time, draft_time))
 
 
@@ -175,6 +201,9 @@ def pearl_tokens_per_phase(alpha: float, gamma: int) -> float:
     """Return the expected tokens per phase, Σ_{i<γ} α^i / (1 + α - α^γ), for independent acceptances.
 
     From one pre-verify to the next, 1/(1-α) tokens come out in 1 + α/(1 - α^γ) phases. At α = 1 it is γ.
+
+    Args:
+        alpha: acceptance. gamma: tokens drafted per phase.
     """
     if gamma < 1:
         raise PeftlabError(f"gamma: {gamma} drafts nothing; PEARL needs 1 or more")
@@ -188,6 +217,7 @@ def pearl_speedup(alpha: float, gamma: int, c: float, step: float = 1.0) -> floa
     on two devices.
 
     Args:
+        alpha: acceptance. gamma: tokens drafted per phase.
         c: a draft step, and ``step``: a target step over γ tokens, both in target steps over one token.
     """
     if not c >= 0:

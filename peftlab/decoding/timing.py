@@ -1,4 +1,4 @@
-"""Measuring time: the state of the machine meanwhile, clocks around the calls of a decoder, and the seconds of a step.
+"""Measurements of time: the state of the machine, clocks around the calls of a decoder, and the seconds of a step.
 
 A measurement on a busy machine is called uncertain, with its reasons (``Conditions.doubts``).
 """
@@ -32,7 +32,7 @@ _MAX_SPREAD = 0.15
 
 @dataclass(frozen=True)
 class Conditions:
-    """What the machine was like during a measurement.
+    """The state of the machine during a measurement.
 
     Attributes:
         load: 1-minute load average, this process included; None where the system has none.
@@ -78,7 +78,7 @@ class Watch:
         self._load = max((load for load in (self._load, _load_average()) if load is not None), default=None)
 
     def conditions(self, repeats: Sequence[Sequence[float]]) -> Conditions:
-        """Return what was seen.
+        """Return the conditions of the measurement, after the with-block.
 
         Args:
             repeats: for each piece of work the seconds of its repeats.
@@ -89,7 +89,7 @@ class Watch:
 
 
 def relative_spread(repeats: Sequence[Sequence[float]]) -> float | None:
-    """Return the median over all work of (third quartile - first quartile) / median of its repeats."""
+    """Return the median over pieces of work of the interquartile range of their repeats over the median repeat."""
     each = []
     for times in repeats:
         if len(times) > 1:
@@ -103,7 +103,11 @@ def _load_average() -> float | None:
 
 
 def uncertain(doubts: Sequence[str], statement: str) -> str:
-    """Return ``statement`` as it is, or with the reasons why it may be wrong before it."""
+    """Return ``statement``, preceded by the reasons why it may be wrong if there are any.
+
+    Args:
+        doubts: the reasons. statement: about measured times.
+    """
     return f"uncertain, the machine was busy ({'; '.join(doubts)}): by these times {statement}" if doubts else statement
 
 
@@ -111,7 +115,7 @@ ResultT = TypeVar("ResultT")
 
 
 class Clock:
-    """The time of the calls made through it.
+    """A clock that adds up the time of the calls made through it.
 
     Attributes:
         seconds: so far. device: waited for before and after each call.
@@ -121,7 +125,11 @@ class Clock:
         self.seconds, self.device = 0.0, device
 
     def timed(self, work: Function[ResultT], *arguments: object) -> ResultT:
-        """Call ``work`` and add its time."""
+        """Call ``work``, add its time, and return its result.
+
+        Args:
+            work: to call. arguments: by position.
+        """
         wait_for(self.device)
         began = time.perf_counter()
         output = work(*arguments)
@@ -138,7 +146,7 @@ class Stopwatch(EngineWrapper, Clock):
         EngineWrapper.__init__(self, engine)
 
     def forward(self, cache: KVCache, tokens: Tensor, block: Block, keep: list[int] | None = None) -> Output:
-        """See ``Engine.forward``."""
+        """Run this engine on new tokens; see ``Engine.forward``."""
         return self.timed(self._engine.forward, cache, tokens, block, keep)
 
 
@@ -146,7 +154,7 @@ ObjectT = TypeVar("ObjectT")
 
 
 def timed_calls(inner: ObjectT, clock: Clock, *methods: str) -> ObjectT:
-    """Return an object that is ``inner`` to its users, and whose calls of some methods a clock adds up.
+    """Return a proxy of ``inner`` that adds the time of the calls of some methods to a clock.
 
     Args:
         inner: such as a draft's engine or heads. clock: adds up. methods: names, called with arguments by position.
@@ -165,7 +173,11 @@ class _TimedCalls:
 
 
 def timed_drafter(make: Callable[[], Drafter], clock: Clock) -> Drafter:
-    """Return a new drafter whose time ``clock`` adds up, its model's included."""
+    """Return a new drafter that adds its time, and its model's, to a clock.
+
+    Args:
+        make: makes the drafter. clock: adds up.
+    """
     drafter = make()
     # The calls of a drafter that works in another thread return before its model has drafted.
     if isinstance(drafter, PearlDrafter):
@@ -229,7 +241,11 @@ class MeasuredStepTimes:
     drafts: Mapping[int, float]
 
     def target(self, batch: int, tokens: int) -> float:
-        """Return the seconds of a target step."""
+        """Return the seconds of a target step.
+
+        Args:
+            batch: sequences. tokens: of each.
+        """
         return _interpolate({size: times[tokens - 1] for size, times in self.targets.items()}, batch)
 
     def draft(self, batch: int) -> float:
@@ -240,12 +256,12 @@ class MeasuredStepTimes:
 def measure_times(
     target: Engine, draft: Engine | None, largest: int, longest: int, *, context: int = 128, repeats: int = 3
 ) -> MeasuredStepTimes:
-    """Measure the steps that a draft length is chosen by, the median of a few repeats each.
+    """Measure the step times by which a draft length is chosen: medians of a few repeats.
 
     Args:
-        draft: engine of the draft; None for a drafter without a model.
+        target: its engine. draft: engine of the draft; None for a drafter without a model.
         largest: batch size; 1, 2, 4, ... up to it are measured. longest: drafted tokens at most.
-        context: tokens of each sequence in the cache, fewer where the models have less room.
+        context: tokens of each sequence in the cache, fewer where the models have less room. repeats: of each step.
 
     Raises:
         PeftlabError: a model has no room for as many tokens.
@@ -264,7 +280,7 @@ def measure_times(
 
 
 def _interpolate(values: Mapping[int, float], size: int) -> float:
-    """Return the value at ``size`` on the line through its neighbours; past the ends, that of the nearest size."""
+    """Return the value at ``size``, interpolated between its neighbours; past the ends, that of the nearest size."""
     below = max((each for each in values if each <= size), default=min(values))
     above = min((each for each in values if each >= size), default=max(values))
     if above <= below:

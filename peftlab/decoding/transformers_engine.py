@@ -65,12 +65,12 @@ class TransformersEngine:
         self._layer_types = set(getattr(config, "layer_types", None) or ())
 
     def new_cache(self, batch: int, capacity: int, context: Context | None = None) -> KVCache:
-        """See ``Engine.new_cache``."""
+        """Return an empty cache; see ``Engine.new_cache``."""
         return KVCache(self.layers, batch, capacity, context)
 
     @torch.inference_mode()
     def forward(self, cache: KVCache, tokens: Tensor, block: Block, keep: list[int] | None = None) -> Output:
-        """See ``Engine.forward``."""
+        """Run this engine on new tokens; see ``Engine.forward``."""
         positions = block.positions(self.device).expand(len(tokens), -1)
         if self.limit is not None:
             positions = positions.clamp_max(self.limit - 1)  # of rows that are at the end, and draft nothing
@@ -108,7 +108,7 @@ class TransformersEngine:
         return output.logits, torch.cat(features, -1) if features else None
 
     def _slots_shown(self, block: Block) -> int:
-        """Return how many slots the model is shown: in a chain none past its limit, for which it may have no mask."""
+        """Return the number of slots shown to the model: in a chain none past its limit, where it may have no mask."""
         return block.end if self.limit is None or block.tree else min(block.end, self.limit)
 
     def _mask(self, block: Block) -> Tensor | dict[str, Tensor | None] | None:
@@ -127,7 +127,7 @@ class TransformersEngine:
 
 
 class _CacheLayer(CacheLayerMixin):
-    """One layer of a ``KVCache`` as ``transformers`` sees it, for one forward pass."""
+    """A layer of a ``KVCache`` behind the cache interface of ``transformers``, for one forward pass."""
 
     def __init__(self, cache: KVCache, block: Block, layer: int, seen: int):
         super().__init__()
@@ -151,7 +151,7 @@ class _CacheLayer(CacheLayerMixin):
 
 
 class _ContiguousCacheLayer(_CacheLayer):
-    """Gives keys and values in one piece of memory, as the library's cache does: some models rely on it."""
+    """A layer that returns contiguous keys and values, as the library's cache does: some models rely on it."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
         keys, values = super().update(key_states, value_states)
@@ -159,7 +159,7 @@ class _ContiguousCacheLayer(_CacheLayer):
 
 
 class Decoder(nn.Module):
-    """See ``cache.Encoder``; an engine is built around it as around a causal language model.
+    """The decoder of an encoder-decoder model, with the interface of a causal language model and ``cache.Encoder``.
 
     Args:
         model: an encoder-decoder language model.
@@ -207,7 +207,7 @@ class Decoder(nn.Module):
 
     @torch.inference_mode()
     def encode(self, prompts: Sequence[Sequence[int]]) -> Context:
-        """Read prompts of any lengths with the encoder."""
+        """Return the encoder's output for prompts of any lengths, and the cross-attention's keys and values."""
         longest = max(map(len, prompts))
         mask = right_padded([[1] * len(prompt) for prompt in prompts], longest).to(self.device)
         ids = right_padded(prompts, longest).to(self.device)
@@ -230,11 +230,14 @@ class Decoder(nn.Module):
         output_hidden_states: bool = False,
         context: Context | None = None,
     ) -> SimpleNamespace:
-        """Run the decoder as a causal language model is run.
+        """Run the decoder with the arguments of a causal language model.
 
         Positions follow from the cache's length: these models take no others. All logits are returned.
 
         Args:
+            input_ids: [b, n]. past_key_values: cache of the self-attention. use_cache, position_ids: ignored.
+            attention_mask: of the self-attention, [b, 1, n, end]. logits_to_keep: ignored.
+            output_hidden_states: return the states entering each layer as well.
             context: of each row; None: that of a few tokens, the same in every row.
         """
         if context is None:

@@ -1,4 +1,4 @@
-"""Candidate trees: which candidates to try together, by how often each rank is right.
+"""Candidate trees: the set of candidates to verify together, by the rate at which each rank is right.
 
 A node is the path of ranks that leads to it: (0, 2) is the third choice after the first choice. Trees are
 lists of paths in which a parent comes before its children.
@@ -17,13 +17,17 @@ Path = tuple[int, ...]
 
 
 def rank_probability(depth: int, rank: int) -> float:
-    """Return an estimate of how often the candidate of this rank (from 0) is the right one: .55, .19, .07, ..."""
+    """Return the estimated probability that a candidate is right where its parent is: .55, .19, .07, ... by rank.
+
+    Args:
+        depth: ignored. rank: from 0.
+    """
     return 0.55 * 0.35**rank
 
 
 @dataclass(frozen=True)
 class RankRates:
-    """How often the candidates of each depth and rank are right where their parent is, measured on text.
+    """The measured rates at which candidates of each depth and rank are right where their parent is.
 
     Attributes:
         rates: rates[depth][rank], positive and falling in rank.
@@ -33,7 +37,7 @@ class RankRates:
 
     @classmethod
     def counted(cls, right: Sequence[Sequence[float]], tried: Sequence[float]) -> RankRates:
-        """Return the rates of counts, each rank at most as good as the one before it.
+        """Return rates from counts, those of a depth falling in rank.
 
         Half a candidate is added to ``right`` and one to ``tried``: what was never right is not known to be impossible.
 
@@ -49,7 +53,7 @@ class RankRates:
         return len(self.rates[0])
 
     def __call__(self, depth: int, rank: int) -> float:
-        """Return a rate; past what was measured, that of the last depth or rank."""
+        """Return the rate of a depth and rank, both from 0; past the measured ones, that of the last."""
         of_depth = self.rates[min(depth, len(self.rates) - 1)]
         return of_depth[min(rank, len(of_depth) - 1)]
 
@@ -61,7 +65,7 @@ def best_tree(
     width: int,
     probability: Callable[[int, int], float] = rank_probability,
 ) -> tuple[Path, ...]:
-    """Return the ``size`` nodes most likely to be reached, best first: the product of rank probabilities.
+    """Return the ``size`` nodes most likely to be reached, best first, by the product of rank probabilities.
 
     It is the tree of the most expected tokens under ``probability``, and its first n nodes are the best tree
     of size n. Candidates run out at Σ width^d nodes.
@@ -78,6 +82,7 @@ def best_tree(
         score, path = heapq.heappop(heap)
         tree.append(path)
         level, rank = len(path), path[-1]
+        # The next sibling and the first child are no likelier than the node: the heap gives nodes in falling order.
         if rank + 1 < width:
             sibling = score / probability(level - 1, rank) * probability(level - 1, rank + 1)
             heapq.heappush(heap, (sibling, (*path[:-1], rank + 1)))
@@ -87,12 +92,20 @@ def best_tree(
 
 
 def reach_probabilities(tree: Sequence[Path], probability: Callable[[int, int], float]) -> list[float]:
-    """Return the probability that each node of a tree is accepted: the product of its path's rank probabilities."""
+    """Return the probability that each node of a tree is accepted: the product of its path's rank probabilities.
+
+    Args:
+        tree: paths. probability: as for ``best_tree``.
+    """
     return [math.prod(probability(depth, rank) for depth, rank in enumerate(path)) for path in tree]
 
 
 def expected_tokens(tree: Sequence[Path], probability: Callable[[int, int], float]) -> list[float]:
-    """Return the tokens per step of a tree's first 1, 2, ... nodes: one more follows those that are accepted."""
+    """Return the expected tokens per step of a tree's first 1, 2, ... nodes: the accepted ones and one more.
+
+    Args:
+        tree: paths, a parent before its children. probability: as for ``best_tree``.
+    """
     return [1 + accepted for accepted in accumulate(reach_probabilities(tree, probability))]
 
 

@@ -1,4 +1,4 @@
-"""Verification: which drafted tokens the target accepts, and which token follows, for chains and for trees.
+"""Verification of drafted chains and trees: the tokens that the target accepts, and the token that follows them.
 
 p is the target's distribution, q the draft's, γ the number of drafted tokens, N that of a tree's nodes, V the
 vocabulary. A step emits the accepted tokens and then the next token, so n_accepted + 1 in all; cutting at an
@@ -90,8 +90,14 @@ def verify_block(
     Block verification (Sun et al. 2024, arXiv 2403.10444). With P_0 = 1, P_i = min(1, P_{i-1}·p(x_i)/q(x_i)) and
     S_i = Σ_x max(0, P_i·p(x) - q(x)) over the distributions after i tokens, token i passes with
     h_i = S_i / (S_i + 1 - P_i), on its own; the chain is accepted up to the last token that passes, and
-    norm(max(0, P_i·p - q)) is drawn there. Lossless as ``verify_chain``, with the same arguments and results. After the
-    last drafted token q is a row of zeros, which makes h = P and the draw one from p.
+    norm(max(0, P_i·p - q)) is drawn there. Lossless as ``verify_chain``. After the last drafted token q is a row of
+    zeros, which makes h = P and the draw one from p.
+
+    Args:
+        target_probs: [..., γ+1, V]. draft_probs: [..., γ, V]. tokens: [..., γ]. random: decides and draws.
+
+    Returns:
+        n_accepted [...] in 0..γ and next_token [...].
     """
     _check_shapes(target_probs, draft_probs, tokens)
     drafted = F.pad(draft_probs, (0, 0, 0, 1))  # [..., γ+1, V]
@@ -242,7 +248,7 @@ def verify_tree(
             far its tree is padded.
         parents: N parent nodes, -1 for the root; a parent comes before its children.
         random: what decides and what draws.
-        verify: of the drafts of one position.
+        verify: verifies the drafts of one position.
 
     Returns:
         The accepted path as node indices from the root down, and the next token after it.
@@ -264,6 +270,9 @@ def verify_tree(
 
 def children_of(tokens: Tensor, parents: Sequence[int]) -> dict[int, list[int]]:
     """Return the children of each node that has some, in order, -1 for the root; a node of token -1 is no child.
+
+    Args:
+        tokens: [N], -1 where nothing was drafted. parents: N parent nodes.
 
     Raises:
         PeftlabError: a parent that does not come before its child.
@@ -292,8 +301,13 @@ def verify_traversal(
     p ← norm(max(0, a·p - q)) and a ← S / (S + 1 - a), S the sum of max(0, a·p - q), for the next child; a parent
     without further children is a leaf. A node is accepted with its a, whatever is below it: the output follows p.
 
-    Lossless if each node's token was drawn from its row given its elder siblings and what is below them. Arguments and
-    results as for ``verify_tree``.
+    Lossless if each node's token was drawn from its row given its elder siblings and what is below them.
+
+    Args:
+        target_probs, draft_probs, tokens, parents, random: as for ``verify_tree``.
+
+    Returns:
+        The accepted path as node indices from the root down, and the next token after it.
     """
     children, drafted = children_of(tokens, parents), tokens.tolist()
 
@@ -322,7 +336,7 @@ Accepted = tuple[list[list[int]], list[int]]
 
 @dataclass(frozen=True)
 class Verifier:
-    """How sampled drafts are verified; each is lossless.
+    """A pair of lossless functions that verify sampled drafts.
 
     Attributes:
         chain: a function such as ``verify_chain``. tree: a function such as ``verify_tree``.

@@ -1,4 +1,4 @@
-"""The benchmark and the verbs: numbers that agree with each other, and nothing counted that was not output."""
+"""The benchmark and its commands: figures agree with each other, and only tokens of the output are counted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DEL: exit and draft length of each round, by what every exit would have drafted."""
+"""DEL: the exit and draft length of each round are chosen by the acceptance that every exit would have had."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where an output ends, what a caller sees of it, and what is refused."""
+"""The decoder at its edges: ends of outputs, streamed tokens, and refused arguments."""
 
 from __future__ import annotations
 

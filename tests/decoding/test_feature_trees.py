@@ -1,4 +1,4 @@
-"""Trees that grow while an EAGLE-3 layer drafts: EAGLE-2's nodes, each computed as a chain along its path would."""
+"""Trees that grow while an EAGLE-3 layer drafts: they have EAGLE-2's nodes, each computed as in a chain."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lossy rules: what they accept, how far they depart from the target (against enumeration), and where they are refused."""
+"""Lossy rules: the tokens that they accept, their distance from the target (by enumeration), and their refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A draft that sees the first and the last tokens of a text: its logits, its memory, and the output, which stays exact."""
+"""Draft models with a window of first and last tokens: their logits and memory, and output that stays exact."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights that are codes and scales: found in float32 exactly or not at all, and multiplied by their codes."""
+"""Packed weights: codes and scales are found in float32 weights bit for bit or not at all, and products use them."""
 
 from __future__ import annotations
 

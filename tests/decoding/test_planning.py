@@ -1,4 +1,4 @@
-"""The plan: arithmetic on step times that a test chooses, and a measurement that hangs together."""
+"""Plans: their arithmetic on given step times, and the consistency of a measured plan."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules of draft length: how they are named, what goodput chooses, and which drafter can follow which."""
+"""Draft length policies: their names, the choices of goodput, and the drafters that each can be used with."""
 
 from __future__ import annotations
 

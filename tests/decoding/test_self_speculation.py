@@ -1,4 +1,4 @@
-"""Drafting with the target's own layers: what they have read is read once, and the output is the target's own."""
+"""Drafting with the target's own layers: shared layers read each token once, and the output stays exact."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was stored in 16 bits stays in 16 bits: logits of greedy decoding, and weights that a merge writes."""
+"""Models stored in 16 bits keep their dtype: in the logits of greedy decoding, and in weights that a merge writes."""
 
 from __future__ import annotations
 

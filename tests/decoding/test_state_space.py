@@ -1,4 +1,4 @@
-"""State-space models (Mamba) as targets and as drafts: what ``test_architectures.py`` does not cover."""
+"""State-space models (Mamba) as targets and as drafts, beyond what ``test_architectures.py`` covers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SWIFT: the target without some sublayers drafts for itself; which, it finds in what it writes."""
+"""SWIFT: the target without some sublayers drafts for itself; the search for these sublayers, and exact output."""
 
 from __future__ import annotations
 

@@ -1,3 +1,5 @@
+"""The formulas of speculative decoding: published values, bounds, edges, and PEARL's schedule step by step."""
+
 from __future__ import annotations
 
 import itertools

@@ -1,3 +1,5 @@
+"""Verification of chains by exact enumeration of the output's distribution, and the sampling that it rests on."""
+
 from __future__ import annotations
 
 import math

@@ -1,4 +1,4 @@
-"""Drafters around others: what the decoder asks them is answered as by the drafter within."""
+"""Wrapped drafters: every attribute and method that the decoder uses is passed on to the drafter within."""
 
 from __future__ import annotations
 
