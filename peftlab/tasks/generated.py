@@ -317,7 +317,7 @@ def cider_scores(pairs: Sequence[tuple[list[str], list[list[str]]]]) -> list[flo
         for reference in references:
             penalty = math.exp(-((len(candidate) - len(reference)) ** 2) / (2 * _SIGMA**2))
             found.append(penalty * fmean(map(_similarity, own, _weighted(reference, rarity, rarest))))
-        scores.append(10 * fmean(found))
+        scores.append(10 * fmean(found))  # ``_similarity`` is averaged over n: the formula's 1/4
     return scores
 
 

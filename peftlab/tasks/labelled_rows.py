@@ -363,7 +363,7 @@ def stratified(classes: Sequence[int], size: int, seed: int) -> list[int]:
     quota = {c: size * len(rows) // len(classes) for c, rows in members.items()}
     by_remainder = sorted(members, key=lambda c: (-(size * len(members[c]) % len(classes)), c))
     missing = size - sum(quota.values())
-    while missing:
+    while missing:  # several passes, where small classes are capped at all rows but one
         for c in by_remainder:
             if missing and quota[c] < len(members[c]) - 1:
                 quota[c] += 1

@@ -366,6 +366,7 @@ def nll(model: nn.Module, inputs: Mapping[str, Tensor], *, label_smoothing: floa
     def chunk_loss(rows: Tensor, part: Tensor) -> Tensor:
         return loss(head_logits(bare, part), targets[rows])
 
+    # Logits [T, V] of a large vocabulary would take more memory than the model: only a chunk of them exists at a time.
     rows = torch.arange(len(hidden), device=hidden.device)
     return chunked_sum(chunk_loss, hidden, rows, _CHUNK, list(bare.get_output_embeddings().parameters()))
 
@@ -398,7 +399,7 @@ def _trained_states(model: nn.Module, inputs: Mapping[str, Tensor]) -> tuple[Ten
     given, kept = _forward_inputs(inputs), inputs["trained"][:, 1:]
     bare: Unwrapped = getattr(model, "module", model)
     with _last_states(bare) as states:
-        model(**given, logits_to_keep=1)
+        model(**given, logits_to_keep=1)  # through the wrapper: DDP must see a forward pass
     return states[0][:, :-1][kept], inputs["input_ids"][:, 1:][kept]
 
 
@@ -548,7 +549,7 @@ def pack(rows: Sequence[Row], row_tokens: int, *, pad: int) -> dict[str, Tensor]
 
 @torch.no_grad()
 def packing_fault(model: PreTrainedModel, examples: Sequence[Row]) -> str | None:
-    """Return why ``model`` computes something else for examples in one row than for each alone; None if it does not.
+    """Return why ``model`` computes different logits for examples in one row than for each alone; None if it does not.
 
     A few beginnings of ``examples`` are tried on the device of the model, in eval mode. The logits may differ by
     rounding: by 0.002 % in fp32, 1 % in fp16 and TF32, 4 % in bf16.
@@ -573,6 +574,7 @@ def packing_fault(model: PreTrainedModel, examples: Sequence[Row]) -> str | None
     single = torch.cat(alone).float()
     single = single - single.mean(-1, keepdim=True)  # softmax does not see what all logits have in common
     shared = together.float() - together.float().mean(-1, keepdim=True)
+    # The power 2/3 of one operation's rounding error allows for a whole model's: the percentages named above.
     difference = float((shared - single).norm() / single.norm())
     if difference <= _rounding_error(model, together) ** (2 / 3):
         return None

@@ -200,6 +200,7 @@ def dorefa(values: Tensor, bits: int, noise: Noise = NEAREST) -> Tensor:
 def _levels(values: Tensor, largest: Tensor, bits: int, noise: Noise) -> Tensor:
     steps = 2**bits - 1
     scale = torch.where(largest > 0, largest, 1.0)
+    # [−M, M] becomes [0, steps]; noise of ½ rounds to nearest, uniform noise keeps the mean.
     level = ((values / (2 * scale) + 0.5) * steps + noise).floor_().clamp_(0, steps)
     return (level / steps * 2 - 1) * scale * (largest > 0)
 
@@ -219,7 +220,7 @@ def block_floating(values: Tensor, bits: int, tile: int, noise: Noise = NEAREST)
     blocks = F.pad(values, (0, -last % tile)).unflatten(-1, (-1, tile))
     most = 2 ** (bits - 1) - 1
     largest = blocks.abs().amax(-1, keepdim=True)
-    exponent = torch.where(largest > 0, largest / most, 1.0).log2().ceil()
+    exponent = torch.where(largest > 0, largest / most, 1.0).log2().ceil()  # a block of zeros has any exponent
     step = torch.exp2(exponent)
     if isinstance(noise, Tensor):
         noise = F.pad(noise, (0, -last % tile)).unflatten(-1, (-1, tile))

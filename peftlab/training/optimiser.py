@@ -103,7 +103,7 @@ def _seed_of(*parts: int) -> int:
 
 
 def _row_blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Yield tensors of the same shape in blocks of rows; whole on other hardware than a CPU."""
+    """Yield tensors of the same shape in blocks of rows, small enough for a CPU's cache; elsewhere yield them whole."""
     first, *_ = tensors = tuple(map(torch.atleast_1d, tensors))
     rows = max(1, len(first))
     if first.device.type == "cpu":
@@ -112,7 +112,7 @@ def _row_blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 
 def _noise(like: Tensor, generator: torch.Generator) -> Tensor:
-    """Return int32 from 0 to 2^16 − 1: four of each word of 64 bits that the generator gives."""
+    """Return random int32 from 0 to 2^16 − 1, of the shape of ``like``: four from each word of 64 bits."""
     words = torch.empty(math.ceil(like.numel() / 4), dtype=torch.int64, device=like.device)
     words.random_(-(2**63), None, generator=generator)  # 0 to 2^63 without arguments
     return words.view(torch.uint16)[: like.numel()].view(like.shape).to(torch.int32)
@@ -125,6 +125,7 @@ def round_to_bf16(value: Tensor, noise: Tensor) -> Tensor:
         value: fp32, of any shape.
         noise: whole numbers from 0 to 2^16 − 1, int32, of the values' shape.
     """
+    # bf16 is the upper half of fp32's bits: noise in the lower half carries into it with the share that is cut off.
     bits = value.view(torch.int32)
     rounded = bits.add(noise).bitwise_and_(-(1 << 16)).view(torch.float32)
     return torch.where(value.isnan(), value, rounded).bfloat16()  # of infinity the bits that the noise meets are 0
