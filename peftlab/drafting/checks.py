@@ -177,7 +177,7 @@ def check_head(model: PreTrainedModel, what: str, tolerance: float = 1e-4) -> No
 def common_vocabulary(
     target: PreTrainedModel, draft: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None
 ) -> int:
-    """Return how many logits target and draft share: all, or what is left without one's padding.
+    """Return how many logits target and draft share: all, or those left when one's padding is cut off.
 
     Args:
         tokenizer: of both; None where the draft has none.

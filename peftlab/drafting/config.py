@@ -678,9 +678,12 @@ class Eagle3Draft(StateConfig):
 
 
 def layer_cost(kind: str, target: TargetWeights, once: float = 0.0) -> DraftCost:
-    """Return what a layer, the map of embedding and state into it and a reduced head cost at each level, and ``once``.
+    """Return the cost of a layer, the map of embedding and state into it and a reduced head at each level.
 
     The map's 2H² weights are as many as queries, keys and values of twice the width add to a layer.
+
+    Args:
+        kind: name of the kind. target: sizes. once: what is read once in a step, as a share of the target.
     """
     rows = min(target.vocabulary, REDUCED)
     recipe = f"kind: {kind}" + (f", vocabulary: {rows}" if rows < target.vocabulary else "")

@@ -159,7 +159,7 @@ class EagleStep(nn.Module):
     def advance(
         self, cache: KVCache, tokens: Tensor, states: Tensor, block: Block, positions: Tensor, visible: Tensor | None
     ) -> Tensor:
-        """Return the outputs of rows, and store their keys and values."""
+        """Return the outputs of rows, [b, n, H], and store their keys and values in the cache."""
         b, n = tokens.shape
         heads, kv, dim = self._heads, self._kv_heads, self._dim
         both = torch.stack((F.embedding(tokens, self._embedding).to(states.dtype), states), 2)
@@ -360,6 +360,7 @@ class EagleExport:
     consumer: str
 
     def write(self, target: str, directory: Path, gamma: int) -> float:
+        """Write the draft in the consumer's layout; refuse a target or flags that the engine would not compute."""
         shape, _ = read_shape(self.place)
         check_tokenizer(self.place, load_tokenizer(target))
         config = load_config(target).get_text_config(decoder=True)

@@ -444,6 +444,7 @@ def read_answers(path: Path, count: int) -> dict[int, Answer]:
 
 
 def _parsed(value: Json, where: str) -> tuple[int, Answer]:
+    """Return the row and the answer of a stored line, or raise for a damaged one."""
     if not isinstance(value, dict):
         raise ValueError("not an object")
     ids, dropped = value.get("ids"), value.get("dropped")

@@ -192,6 +192,7 @@ class UnoExport:
     place: Path
 
     def write(self, target: str, directory: Path, gamma: int) -> float:
+        """Write the adapter in Uno's layout; refuse one that SGLang would read otherwise."""
         masks = read_masks_of_gate(self.place)
         if not masks.noise:
             raise PeftlabError(
@@ -213,6 +214,7 @@ class UnoExport:
         return max(float((tensor - back[name]).abs().max()) for name, tensor in mine.items())
 
     def _check(self, target: str) -> None:
+        """Refuse additions that Uno does not have, and a target of other sizes than the trained one."""
         adapter = read_adapter(self.place)
         config = adapter.config
         assert isinstance(config, LoraConfig)

@@ -564,6 +564,9 @@ def read_medusa(directory: str | Path) -> HeadStack | ReducedHeads:
 def read_heads(directory: str | Path, model_type: str, make: Make) -> HeadStack | ReducedHeads:
     """Return the heads in a directory; every key is used exactly once.
 
+    Args:
+        directory: of the heads. model_type: that the configuration must name. make: see Make.
+
     Raises:
         PeftlabError: the configuration is of another type, or a key is missing or unknown.
     """

@@ -110,6 +110,7 @@ def needs_draft(name: str, draft: str | None) -> None:
 
 
 def _draft_of_pair(pair: Pair, width: int | None, grow: GrowthFactory | None) -> Drafter:
+    """Return a new drafter from the pair's draft: heads, network, masks, model or the target's own layers."""
     if pair.heads is not None:
         return HeadsDrafter(pair.heads, width)
     if pair.network is not None:

@@ -300,7 +300,7 @@ class ModelKind(DraftKind[ModelConfigT]):
         return other
 
     def prepare(self, train: Dataset) -> None:
-        """Find the draft in the target where the recipe asks for that: the layers by gates, or what is pruned."""
+        """Search the target for the draft where the recipe asks for it: layers by gates, or units by pruning."""
         config, source, settings = self.config, self.adapted, self.recipe.train
         if not config.searched:
             return
@@ -401,7 +401,12 @@ def open_model(reference: str, loader: TargetLoader) -> tuple[PreTrainedModel, E
 def draft_engine(
     draft: PreTrainedModel, vocabulary: int | None = None, tokens: Tensor | None = None, *, pack: bool = True
 ) -> Engine:
-    """Return a draft's engine, restricted to ``tokens`` [V_d] if they are given (``engines.reduced_vocabulary``)."""
+    """Return a draft's engine, restricted to ``tokens`` [V_d] if they are given (``engines.reduced_vocabulary``).
+
+    Args:
+        draft: the model. vocabulary: logits that it shares with the target; None: all.
+        tokens: ids that it is restricted to, [V_d]; None: all. pack: see ``decoding.engines.build_engine``.
+    """
     if tokens is None:
         return build_engine(draft, vocabulary=vocabulary, pack=pack)
     head = draft.get_output_embeddings()

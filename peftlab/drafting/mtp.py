@@ -124,7 +124,7 @@ class MtpStep(nn.Module):
     def advance(
         self, cache: KVCache, tokens: Tensor, states: Tensor, block: Block, positions: Tensor, visible: Tensor | None
     ) -> Tensor:
-        """Return the outputs of rows, and store their keys and values."""
+        """Return the outputs of rows, [b, n, H], and store their keys and values in the cache."""
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             keys, values = cache.write(0, torch.cat((k, v), 1), block)

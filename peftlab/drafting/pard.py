@@ -102,9 +102,12 @@ class MaskRows:
 
 
 def unused_token(size: int, texts: Iterable[Sequence[int]]) -> int:
-    """Return the highest of ``size`` token ids that no text contains, as a mask.
+    """Return the highest of ``size`` token ids that no text contains, to serve as mask.
 
     Rows of the LM head past the tokenizer's tokens come first, then special tokens, which text seldom contains.
+
+    Args:
+        size: rows of the LM head. texts: token ids of each.
 
     Raises:
         PeftlabError: the texts contain every token.

@@ -472,7 +472,7 @@ _BATCH = 8  # texts that the target reads together
 
 
 class StoredStates:
-    """States of texts, mapped from files, so that only what is read takes memory.
+    """States of texts, mapped from files, so that only those that are read take memory.
 
     Args:
         states: [n, F + H] in bfloat16 of each text, by its n tokens: the states that the network reads, and the one
@@ -756,7 +756,7 @@ class StateKind(DraftKind[StateT]):
     @classmethod
     @abstractmethod
     def read(cls, place: str | Path, target: PreTrainedModel) -> StateNetwork:
-        """Return the network in a directory, on the CPU but for what is the target's.
+        """Return the network in a directory; its own parts are on the CPU, the target's where they are.
 
         Args:
             place: the directory. target: whose embeddings and LM head it reads.
