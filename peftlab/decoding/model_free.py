@@ -112,12 +112,12 @@ class TokenRecycling(Drafter):
 
 
 def lookup(corpus: SuffixAutomaton | None, _: None) -> PromptLookup:
-    """Return a new drafter by prompt lookup; both arguments are unused, and the same for all rows of the table."""
+    """Return a new drafter by prompt lookup; the arguments, which all model-free drafters get, are unused."""
     return PromptLookup()
 
 
 def recycling(corpus: SuffixAutomaton | None, _: None) -> TokenRecycling:
-    """Return a new drafter by Token Recycling; both arguments are unused, and the same for all rows of the table."""
+    """Return a new drafter by Token Recycling; the arguments, which all model-free drafters get, are unused."""
     return TokenRecycling()
 
 

@@ -93,7 +93,7 @@ class DraftPlan(Gains):
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """What a draft could gain for sequences that are decoded together.
+    """The gains that a draft could reach for a batch of sequences decoded together.
 
     Attributes:
         batch: how many.
@@ -335,7 +335,7 @@ def _batch_plan(batch: int, seconds: Seconds) -> BatchPlan:
 
 @dataclass(frozen=True)
 class MeasuredAdvice:
-    """What each kind of draft could gain for a target on this device.
+    """The gains that each kind of draft could reach for a target on this device.
 
     Attributes:
         target_seconds: t(1), t(2), ..., medians. target_range: shortest and longest repeat. verification: t(k)/t(1).

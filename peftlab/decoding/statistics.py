@@ -130,7 +130,7 @@ class OverlapMeter:
 
 @dataclass(frozen=True)
 class Timings:
-    """How long one way of decoding took.
+    """The tokens and times of one way of decoding.
 
     Attributes:
         tokens: of each batch. seconds: of each batch in each repeat.
@@ -190,7 +190,7 @@ def percentiles(values: NDArray[numpy.float64]) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Divergence:
-    """Where two greedy outputs of one model first differ.
+    """The first difference of two greedy outputs of one model.
 
     Attributes:
         position: index of the first different output token.
@@ -257,7 +257,7 @@ class MeasuredGain:
 
 @dataclass(frozen=True)
 class PromptDivergence(Divergence):
-    """Where a prompt's output differs from plain decoding's.
+    """The first difference of a prompt's output from plain decoding's.
 
     Attributes:
         id: of the prompt.
@@ -268,7 +268,7 @@ class PromptDivergence(Divergence):
 
 @dataclass(frozen=True)
 class TimeShares:
-    """Where the time of decoding went, as shares of 1.
+    """The shares of the time of decoding, which add up to 1 unless target and drafter overlap.
 
     Attributes:
         target: in the target's forward passes. draft: in the drafter and its model (of ``pearl``, at the same time).

@@ -233,7 +233,7 @@ DIVERGENCES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
 
 @dataclass(frozen=True)
 class Expected:
-    """What independent acceptances of probability ``alpha`` give with drafts of ``gamma`` tokens.
+    """The expected results of drafts of ``gamma`` tokens with independent acceptances of probability ``alpha``.
 
     Attributes:
         tokens: per target step. operations: arithmetic per token by that of plain decoding, for a draft of none.

@@ -25,7 +25,8 @@ from peftlab.files import Json, to_json
 from peftlab.hardware import wait_for
 from peftlab.untyped import Function
 
-_MAX_LOAD = 1.25  # of the cores: this process's own threads reach 1
+# Beyond these a measurement is called uncertain, see ``Conditions``.
+_MAX_LOAD = 1.25  # load average over cores: this process's own threads reach 1
 _MIN_RUNNING = 0.9
 _MAX_SPREAD = 0.15
 
