@@ -401,7 +401,7 @@ def open_model(reference: str, loader: TargetLoader) -> tuple[PreTrainedModel, E
 def draft_engine(
     draft: PreTrainedModel, vocabulary: int | None = None, tokens: Tensor | None = None, *, pack: bool = True
 ) -> Engine:
-    """Return a draft's engine, restricted to ``tokens`` [V_d] if they are given (``engines.reduced_vocabulary``).
+    """Return a draft's engine, restricted to ``tokens`` [V_d] if they are given.
 
     Args:
         draft: the model. vocabulary: logits that it shares with the target; None: all.

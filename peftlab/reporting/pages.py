@@ -211,7 +211,7 @@ def drafted_example(example: object) -> dict[str, object] | None:
     """Return one output with its drafted tokens as ``drafted.html.j2`` takes it; None where there is none.
 
     Args:
-        example: ``decoding.trace.DraftedText`` as JSON has it.
+        example: ``decoding.benchmark.DraftedText`` as JSON has it.
     """
     if not isinstance(example, Mapping):
         return None

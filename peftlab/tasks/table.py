@@ -175,7 +175,7 @@ class GenerationMetric:
     """One metric; its function is named as ``"module:attribute"``.
 
     Attributes:
-        score: function of a sequence of ``contexts.Answer`` to a number; or, of a metric that is a mean over the
+        score: function of a sequence of ``generated.Answer`` to a number; or, of a metric that is a mean over the
             answers, to one number for each of them.
         mean: whether it is such a mean; it is then reported with a 95 % interval.
         packages: what has to be installed, by import name.
