@@ -111,7 +111,14 @@ class Bounded(TorchFunctionMode):
         args: Sequence[object] = (),
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
-        result = func(*args, **(kwargs or {}))
+        try:
+            result = func(*args, **(kwargs or {}))
+        except (TypeError, RuntimeError) as error:
+            if func not in _FACTORIES:
+                raise
+            # Sizes, or a number of elements, beyond 64 bits.
+            place = self._directory or "model"
+            raise PeftlabError(f"{place}: config.json names a tensor that cannot be made: {reason(error)}") from error
         if func in _FACTORIES and isinstance(result, Tensor) and result.is_meta:
             self._tensors += 1
             self._elements += result.numel()

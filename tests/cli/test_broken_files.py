@@ -91,6 +91,8 @@ def test_json_that_is_no_object(file: str, text: str, world: worlds.World, adapt
         ({"vocab_size": 10**9}, "parameters"),
         ({"hidden_size": 10**8}, "parameters"),
         ({"max_position_embeddings": 10**9}, "parameters"),
+        ({"intermediate_size": 10**30}, "cannot be made"),
+        ({"intermediate_size": 10**18}, "base"),
         ({"hidden_size": "x"}, "hidden_size"),
         ({"hidden_act": "nothing"}, "nothing"),
     ],

@@ -28,7 +28,7 @@ from peftlab.methods.leaf import Adapted, addition
 from peftlab.methods.lora.embeddings import OwnCopy
 from peftlab.methods.merging import refuse_unfoldable
 from peftlab.models.architectures import inside
-from peftlab.models.empty import Place, check_sizes, empty_model, places, tied_names
+from peftlab.models.empty import Bounded, Place, check_sizes, empty_model, places, tied_names
 from peftlab.models.plain import NoValues, PlainModel, plain_model
 from peftlab.models.pretrained import load_config
 from peftlab.models.quantised import BaseFormat
@@ -542,10 +542,10 @@ def plain_task_model(
     if not (directory / "generation_config.json").is_file():
         return None
     try:
-        base = read_object(directory / "config.json")
+        with Bounded(directory):
+            model = plain_model(_trained(adapter, read_object(directory / "config.json")))
     except (PeftlabError, OSError):
-        return None
-    model = plain_model(_trained(adapter, base))
+        return None  # making the model by its class says what is wrong
     stored = {key: tuple(entry.shape) for shard in shards for key, entry in shard.entries.items()}
     return model if model is not None and _shapes(model) == stored else None
 
