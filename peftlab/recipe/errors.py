@@ -124,6 +124,8 @@ def _sentence(recipe: type[BaseModel], source: Source, item: ErrorDetails) -> tu
     if kind == "value_error":
         return keys, str(item["ctx"]["error"])
     if kind == "extra_forbidden":
+        if keys[-1:] != item["loc"][-1:]:  # pydantic spells a key that is no Unicode text in another way
+            return keys, f"unknown key {str(item['loc'][-1])!r}"
         return keys, _unknown_key(recipe, source, keys)
     field_keys, field = _field_at(recipe, data, keys)
     if field is None:

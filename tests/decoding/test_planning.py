@@ -219,8 +219,8 @@ def test_masks_cost_a_step_of_the_target_or_rows_of_its_verification():
     c = [1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7, 1.8]
     two = DraftCost("gated_lora", "two passes", "kind: gated_lora", 0.0, 0.0, 8, passes=2)
     one = DraftCost("gated_lora", "one pass", "kind: gated_lora", 0.0, 0.0, 3, passes=1)
-    assert two.step(c, 4, 4) == pytest.approx(1.4 + 1.3), "five rows are verified, four drafted"
-    assert one.step(c, 2, 2) == 1.8 and one.step(c, 3, 3) is None, "nine rows; sixteen were not measured"
+    assert two.step_time(c, 4, 4) == pytest.approx(1.4 + 1.3), "five rows are verified, four drafted"
+    assert one.step_time(c, 2, 2) == 1.8 and one.step_time(c, 3, 3) is None, "nine rows; sixteen were not measured"
     best = best_draft(two, c, 0.6)  # the first drafted token is the target's own
     gains = [(2 + sum(0.6**i for i in range(1, n))) / (c[n] + c[n - 1]) for n in range(1, 9)]
     assert best.gain == pytest.approx(max(gains)) and best.nodes == 1 + gains.index(max(gains)) and not best.tree
@@ -240,16 +240,16 @@ def test_costs_are_shares_of_the_weights(stories_model):
     assert weights.total == counted - (0 if tied else 512 * 64) and (weights.vocabulary, weights.hidden) == (512, 64)
     large = TargetWeights(3.54e6, 30, 49152, 576)
     costs = {(cost.kind, cost.size): cost for cost in draft_costs(large)}
-    assert costs["model", "3 layers"].of(2) == pytest.approx(2 * (3 * 3.54e6 + 49152 * 576) / large.total)
+    assert costs["model", "3 layers"].drafting_time(2) == pytest.approx(2 * (3 * 3.54e6 + 49152 * 576) / large.total)
     new = costs["model", "new, 3 layers of 288, 8192"]
     assert new.recipe == "kind: model, new: {layers: 3, width: 288}, vocabulary: 8192"
-    assert new.of(1) == pytest.approx((3 * 3.54e6 / 4 + 8192 * 288) / large.total)
-    assert costs["medusa", "4 heads"].of(4) == pytest.approx(0.045, abs=5e-3)
+    assert new.drafting_time(1) == pytest.approx((3 * 3.54e6 / 4 + 8192 * 288) / large.total)
+    assert costs["medusa", "4 heads"].drafting_time(4) == pytest.approx(0.045, abs=5e-3)
     layer = costs["eagle3", "1 layer"]
-    assert layer.tree and layer.of(3) == pytest.approx(
+    assert layer.tree and layer.drafting_time(3) == pytest.approx(
         (3 * 576**2 + 3 * (3.54e6 + 2 * 576**2 + 8192 * 576)) / large.total
     )
-    assert costs["medusa", "4 heads, Markov"].of(1) > costs["medusa", "4 heads"].of(1)
+    assert costs["medusa", "4 heads, Markov"].drafting_time(1) > costs["medusa", "4 heads"].drafting_time(1)
 
 
 def test_after_training_the_parts_make_the_gain(stories_model):
@@ -299,12 +299,12 @@ def test_chains_and_trees_of_a_layer_are_compared_by_measured_ranks(stories_mode
 
 def test_a_level_of_a_tree_that_reads_its_nodes_costs_more():
     layer = DraftCost("eagle3", "", "kind: eagle3", 0.1, 0.2, tree=True, width=4)
-    assert (layer.of(3), layer.of(3, 1.5)) == pytest.approx((0.7, 0.9))
+    assert (layer.drafting_time(3), layer.drafting_time(3, 1.5)) == pytest.approx((0.7, 0.9))
     rates = rank_rates(0.4)
     choice = best_draft(layer, [1.0, *[1.01] * 8], 0.4)
     tree = best_tree(8, 8, 4, rates)
     gains = [
-        (1 + sum(reach_probabilities(tree, rates)[:n])) / (1.01 + layer.of(max(map(len, tree[:n])), 1.01))
+        (1 + sum(reach_probabilities(tree, rates)[:n])) / (1.01 + layer.drafting_time(max(map(len, tree[:n])), 1.01))
         for n in range(1, 9)
     ]
     assert choice.tree and choice.gain == pytest.approx(max(gains))

@@ -306,3 +306,10 @@ def test_a_default_that_depends_on_a_wrong_key_is_no_second_problem(tmp_path) ->
     with pytest.raises(PeftlabError) as found:
         load_recipe(file, [])
     assert str(found.value).splitlines() == ["x.yaml:2: target: expected text, got 5 (put it in quotes)"]
+
+
+@pytest.mark.parametrize("text", ['{"\\ud8dc\\udc9f": null}', '{"data": {"\\ud8dc": 1}}'])
+def test_a_key_that_is_no_text_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "recipe.yaml").write_text(text)
+    with pytest.raises(PeftlabError, match="unknown key|hex escape"):
+        load_recipe(tmp_path / "recipe.yaml")

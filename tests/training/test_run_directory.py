@@ -143,7 +143,7 @@ def test_a_run_killed_before_its_first_checkpoint(model, rows, tmp_path):
 def test_results_are_there_before_what_is_only_measured(model, rows, tmp_path, monkeypatch):
     from peftlab.pipelines import finetune
 
-    def fails(*given: object) -> None:
+    def fails(*given: object, **named: object) -> None:
         raise MemoryError("two models at once")
 
     monkeypatch.setattr(finetune, "verify_merge", fails)
