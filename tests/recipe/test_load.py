@@ -311,5 +311,5 @@ def test_a_default_that_depends_on_a_wrong_key_is_no_second_problem(tmp_path) ->
 @pytest.mark.parametrize("text", ['{"\\ud8dc\\udc9f": null}', '{"data": {"\\ud8dc": 1}}'])
 def test_a_key_that_is_no_text_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "recipe.yaml").write_text(text)
-    with pytest.raises(PeftlabError, match="unknown key|hex escape"):
+    with pytest.raises(PeftlabError, match=r"unknown key|hex escape"):
         load_recipe(tmp_path / "recipe.yaml")
