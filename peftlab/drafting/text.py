@@ -30,7 +30,6 @@ from peftlab.files import (
     locked,
     member,
     parse_json,
-    read_object,
     read_text,
     replacing,
     write_json,
@@ -265,11 +264,6 @@ def weights_digest(model: nn.Module) -> str:
         digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
         digest.update(some.numpy().tobytes())
     return digest.hexdigest()
-
-
-def known_fingerprint(directory: Path) -> str:
-    """Return the fingerprint that a data set directory says it has."""
-    return member(read_object(directory / "data.json"), "fingerprint", str, directory / "data.json")
 
 
 _TOP_K_PART = 32  # requests per file

@@ -230,7 +230,7 @@ def _placed(model: PreTrainedModel, shards: list[Shard]) -> dict[str, Place]:
     """Return the place in the model of each base key that it has a parameter for: each parameter has one key.
 
     Raises:
-        PeftlabError: no key belongs to the model, or two keys are one parameter and their values differ.
+        PeftlabError: no key belongs to the model, or two keys are one parameter.
     """
     kind, base = type(model).__name__, shards[0].path.parent
     holders = {key: shard for shard in shards for key in shard.entries}
@@ -245,12 +245,17 @@ def _placed(model: PreTrainedModel, shards: list[Shard]) -> dict[str, Place]:
     return found
 
 
+def _holders(shards: list[Shard], found: dict[str, Place]) -> dict[str, tuple[Shard, str]]:
+    """Return the file and the key of each parameter that the base contains, by its name in the model."""
+    return {place.name: (shard, key) for shard in shards for key in shard.entries if (place := found.get(key))}
+
+
 def _untie_what_differs(model: PreTrainedModel, shards: list[Shard], found: dict[str, Place]) -> list[str]:
     """Untie the parameters that the base stores with different values, as ``from_pretrained`` does; return notes.
 
     The configuration may say that they are tied: the files decide.
     """
-    holders = {place.name: (shard, key) for shard in shards for key in shard.entries if (place := found.get(key))}
+    holders = _holders(shards, found)
     notes = []
     for twin, origin in tied_names(model).items():
         if twin not in holders or origin not in holders or model.get_parameter(twin) is not model.get_parameter(origin):
@@ -294,7 +299,7 @@ def _restore_training(plan: MergePlan, found: dict[str, Place], options: MergeOp
     if options.into == "original":
         plan.notes.append(f"the adapter was trained on a base in {how}; the update was added to the original weights")
         return
-    holders = {place.name: (shard, key) for shard in plan.shards for key in shard.entries if (place := found.get(key))}
+    holders = _holders(plan.shards, found)
 
     def read(name: str) -> Tensor | None:
         if name not in holders:
@@ -382,7 +387,7 @@ def _write_tied(plan: MergePlan, found: dict[str, Place], groups: list[list[str]
     Args:
         groups: the names of each parameter that has several, in the model's order.
     """
-    holders = {place.name: (shard, key) for shard in plan.shards for key in shard.entries if (place := found.get(key))}
+    holders = _holders(plan.shards, found)
     groups = [names for names in groups if any(name in holders or name in plan.given for name in names)]
     apart = [names for names in groups if len({_merged_value(plan, name) for name in names}) > 1]
     extra: list[Target] = []
