@@ -55,31 +55,53 @@ class DraftRow:
         return str(run / self.folder)
 
 
-def _row(family: str, name: str, folder: str = "merged", *marks: tuple[str, Json], names: str = "", heads: bool = True,
-         file: str = "config.json") -> DraftRow:  # fmt: skip
-    """Return the row of a class ``NAMEKind`` with the section ``NAMEDraft``."""
-    config, kind = f"peftlab.drafting.config:{name}Draft", f"peftlab.drafting.{family}:{name}Kind"
-    return DraftRow(config, kind, folder, file, marks, names=names, heads=heads)
-
-
 DRAFTS: Registry[DraftRow] = Registry(
     "draft kind",
     "peftlab.drafts",
     DraftRow,
     {
-        "model": _row("model", "Model", heads=False),
-        "early_exit": _row("early_exit", "EarlyExit", names=r"exit:[1-9]\d{0,3}|del|swift", heads=False),
-        "medusa": _row("heads", "Medusa", "heads", ("model_type", "medusa")),
-        "pard": _row("pard", "Pard", "merged", ("spd_type", "pard")),
-        "gated_lora": _row("gated_lora", "GatedLora", "adapter", file="gated_lora.json"),
-        "hydra": _row("heads", "Hydra", "heads", ("model_type", "hydra")),
-        "mtp": _row("mtp", "Mtp", "mtp", ("speculators_model_type", "mtp")),
-        "eagle3": _row(
-            "eagle", "Eagle3", "eagle3",
-            ("speculators_model_type", "eagle3"), ("architectures", ["LlamaForCausalLMEagle3"]),
+        "model": DraftRow("peftlab.drafting.config:ModelDraft", "peftlab.drafting.model:ModelKind", heads=False),
+        "early_exit": DraftRow(
+            "peftlab.drafting.config:EarlyExitDraft",
+            "peftlab.drafting.early_exit:EarlyExitKind",
+            names=r"exit:[1-9]\d{0,3}|del|swift",
+            heads=False,
+        ),
+        "medusa": DraftRow(
+            "peftlab.drafting.config:MedusaDraft",
+            "peftlab.drafting.heads:MedusaKind",
+            folder="heads",
+            marks=(("model_type", "medusa"),),
+        ),
+        "pard": DraftRow(
+            "peftlab.drafting.config:PardDraft", "peftlab.drafting.pard:PardKind", marks=(("spd_type", "pard"),)
+        ),
+        "gated_lora": DraftRow(
+            "peftlab.drafting.config:GatedLoraDraft",
+            "peftlab.drafting.gated_lora:GatedLoraKind",
+            folder="adapter",
+            file="gated_lora.json",
+        ),
+        "hydra": DraftRow(
+            "peftlab.drafting.config:HydraDraft",
+            "peftlab.drafting.heads:HydraKind",
+            folder="heads",
+            marks=(("model_type", "hydra"),),
+        ),
+        "mtp": DraftRow(
+            "peftlab.drafting.config:MtpDraft",
+            "peftlab.drafting.mtp:MtpKind",
+            folder="mtp",
+            marks=(("speculators_model_type", "mtp"),),
+        ),
+        "eagle3": DraftRow(
+            "peftlab.drafting.config:Eagle3Draft",
+            "peftlab.drafting.eagle:Eagle3Kind",
+            folder="eagle3",
+            marks=(("speculators_model_type", "eagle3"), ("architectures", ["LlamaForCausalLMEagle3"])),
         ),
     },
-)  # fmt: skip
+)
 """The kinds; what no other kind recognises is a ``model``."""
 
 
