@@ -26,7 +26,7 @@ from peftlab.checkpoints.merge.plan import MergePlan, plan_merge
 from peftlab.checkpoints.merge.steps import Figures, MergeReport, Steps
 from peftlab.checkpoints.model_card import code, fence, hub_id, model_card
 from peftlab.checkpoints.quantised import quantization_config
-from peftlab.checkpoints.tensors import DTYPES, OutputFile, Shard, open_shards, run, write_tensors
+from peftlab.checkpoints.tensors import OutputFile, Shard, open_shards, run, write_tensors
 from peftlab.errors import PeftlabError
 from peftlab.files import (
     MARK,
@@ -316,20 +316,25 @@ def _save_plain(reference: str, adapter: Adapter, directory: Path, options: Merg
     if not reference.endswith(".gguf"):
         _add_unread(model, _located(reference, revision=options.revision), directory)
     with suppress(PeftlabError):  # the base may have no tokenizer
-        load_tokenizer(reference).save_pretrained(directory)
+        load_tokenizer(reference, revision=options.revision).save_pretrained(directory)
+
+
+_PLAIN = ("F64", "F32", "F16", "BF16", "I64", "BOOL")  # dtypes of values; quantisers' codes have others
 
 
 def _add_unread(model: PreTrainedModel, quantised: Path, directory: Path) -> None:
-    """Add to ``directory`` the tensors of a quantised checkpoint that belong to no module of its model."""
+    """Add to ``directory`` the tensors of a quantised checkpoint that belong to no leaf of its model.
+
+    What a quantiser stores beside a weight, or in its place, lies below the name of a leaf module.
+    """
     shards = open_shards(quantised)
     holders = {key: shard for shard in shards for key in shard.entries}
-    modules = [name for name, _ in model.named_modules() if name]
-    # What quantisers store beside a weight, or in its place, is named by its module.
-    unread = [k for k, place in places(model, holders).items() if place is None and not inside(k, modules)]
-    codes = [key for key in unread if not DTYPES[holders[key].entries[key].dtype].is_floating_point]
-    if codes:
+    leaves = [name for name, module in model.named_modules() if name and not any(module.children())]
+    unread = [key for key, place in places(model, holders).items() if place is None and not inside(key, leaves)]
+    coded = [key for key in unread if holders[key].entries[key].dtype not in _PLAIN]
+    if coded:
         raise PeftlabError(
-            f"{quantised}: {codes[0]} is stored as {holders[codes[0]].entries[codes[0]].dtype}, and "
+            f"{quantised}: {coded[0]} is stored as {holders[coded[0]].entries[coded[0]].dtype}, and "
             f"{type(model).__name__} has no such module to dequantise it; name the model that was quantised (--base)"
         )
     if unread:
