@@ -13,7 +13,8 @@ import pytest
 import torch
 import transformers
 from models import adapt, assert_rounded_once, build, load, save_base, weight_files
-from safetensors.torch import load_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from peftlab.checkpoints.adapter import Adapter, read_adapter
 from peftlab.checkpoints.combine import combine
@@ -263,3 +264,29 @@ def test_the_dtype_that_was_quantised_is_recognised(tmp_path: Path, bits: int) -
     assert torch.equal(load_file(tmp_path / "merged" / "model.safetensors")[f"{DOWN}.weight"], expected)
     exact = dequantised(quantised(base, bits, torch.float32, double=False).get_submodule(DOWN), torch.bfloat16)
     assert not torch.equal(exact.float(), expected)
+
+
+def test_a_quantised_base_keeps_what_its_class_does_not_read(tmp_path: Path) -> None:
+    """Layers for further tokens, also under the body's name, and stray counters; codes that nothing can read refuse."""
+    stored = quantised(save_base(build("llama", **SIZES), tmp_path / "plain"), 4, torch.float32, double=False)
+    stored.save_pretrained(tmp_path / "base")
+    file = tmp_path / "base" / "model.safetensors"
+    extra = {
+        "mtp.fc.weight": torch.randn(4, 8),
+        "model.layers.9.eh_proj.weight": torch.randn(8, 4).bfloat16(),
+        "model.visual.counter": torch.arange(5),
+    }
+    with safe_open(file, "pt") as opened:
+        metadata = opened.metadata()
+    save_file(load_file(file) | extra, file, metadata=metadata)
+    adapter = adapt(build("llama", **SIZES), tmp_path / "adapter")
+    report = merge_checkpoint(adapter, tmp_path / "base", tmp_path / "merged")
+    merged: dict[str, torch.Tensor] = {}
+    for part in (tmp_path / "merged").glob("*.safetensors"):
+        merged |= load_file(part)
+    for key, tensor in extra.items():
+        assert merged[key].dtype == tensor.dtype and torch.equal(merged[key], tensor)
+    assert set(report.ignored) == set(extra) and not any("absmax" in key or "quant" in key for key in merged)
+    save_file(load_file(file) | {"mtp.fc.weight": torch.ones(4, 8, dtype=torch.uint8)}, file, metadata=metadata)
+    with pytest.raises(PeftlabError, match=r"mtp\.fc\.weight is stored as U8.*--base"):
+        merge_checkpoint(adapter, tmp_path / "base", tmp_path / "again")
