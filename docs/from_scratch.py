@@ -129,7 +129,7 @@ def train_lora(model, tokenizer, steps: int, lr: float = 2e-3, size: int = 4) ->
 
 # ---------------------------------------------------------------------------------------------------------------------
 # 3. Merging. W0 x + (α/r) B A x = (W0 + (α/r) B A) x: after it, the model is a plain one again, as fast as the base.
-#    In the package: peftlab/methods/lora/fold.py (the sum), peftlab/checkpoints/merge/ (streams files of any size).
+#    In the package: peftlab/methods/lora/fold.py (the sum), peftlab/checkpoints/merge.py (streams files of any size).
 
 
 @torch.no_grad()

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import fields
 from pathlib import Path
 
-from peftlab.checkpoints.merge.steps import MergeReport, TensorReport
+from peftlab.checkpoints.merge_steps import MergeReport, TensorReport
 from peftlab.decoding.benchmark import DraftedText, Piece
 from peftlab.decoding.lossy import LossyResult
 from peftlab.decoding.planning import plan

@@ -1,15 +1,15 @@
 """The public API: type checkers read these imports, and ``lazy_loader`` makes each when its name is first used."""
 
+from .checkpoints.adapter import AdapterCheckpoints as AdapterCheckpoints
 from .checkpoints.adapter import load_adapter as load_adapter
 from .checkpoints.adapter import save_adapter as save_adapter
 from .checkpoints.combine import add_weighted_adapter as add_weighted_adapter
 from .checkpoints.engines import check_adapter as check_adapter
 from .checkpoints.engines import convert_adapter as convert_adapter
 from .checkpoints.extract import extract_adapter as extract_adapter
-from .checkpoints.merge.config import MergeOptions as MergeOptions
-from .checkpoints.merge.run import merge_checkpoint as merge_checkpoint
-from .checkpoints.merge.run import unmerge_checkpoint as unmerge_checkpoint
-from .checkpoints.trainers import AdapterCheckpoints as AdapterCheckpoints
+from .checkpoints.merge import merge_checkpoint as merge_checkpoint
+from .checkpoints.merge import unmerge_checkpoint as unmerge_checkpoint
+from .checkpoints.merge_plan import MergeOptions as MergeOptions
 from .decoding.decode import decode as decode
 from .drafting.export import export_draft as export_draft
 from .drafting.load import load_pair as load_pair

@@ -9,6 +9,7 @@ plain model, adapters folded into their base.
 from __future__ import annotations
 
 import json
+import re
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -22,7 +23,6 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor, nn
 
-from peftlab.checkpoints.foreign_formats import is_adapterhub, read_adapterhub, read_loralib
 from peftlab.checkpoints.peft_format import (
     FACTORS,
     adapter_tensors,
@@ -33,9 +33,8 @@ from peftlab.checkpoints.peft_format import (
     tied_twins,
     to_peft_config,
 )
-from peftlab.checkpoints.pickles import read_pickle
-from peftlab.checkpoints.tensors import read_tensors, write_tensors
-from peftlab.errors import PeftlabError, about, nearest
+from peftlab.checkpoints.tensors import read_pickle, read_tensors, write_tensors
+from peftlab.errors import PeftlabError, about, did_you_mean, nearest
 from peftlab.files import Json, member, parse_json, read_object, replacing, write_json
 from peftlab.methods.adapter_set import (
     DEFAULT,
@@ -49,6 +48,7 @@ from peftlab.methods.adapter_set import (
 from peftlab.methods.config import MethodConfig
 from peftlab.methods.injection import (
     inject,
+    is_injected,
     make_config,
     reconfigure,
     set_frozen_values,
@@ -60,14 +60,16 @@ from peftlab.methods.lora.fold import one_thread
 from peftlab.methods.merging import merge
 from peftlab.methods.table import METHODS
 from peftlab.methods.targets import has_suffix
-from peftlab.models.architectures import embeddings_of
+from peftlab.models.architectures import SITES, embeddings_of
 from peftlab.models.config import BaseConfig
 from peftlab.models.finetuned import CONFIG_FILE as CONFIG_FILE
 from peftlab.models.finetuned import find_model
 from peftlab.models.pretrained import describe, load_base, loaded_from, stored_vocabulary, vocabulary
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedModel, Trainer
+else:
+    Trainer = object  # the methods come from the Trainer that ``AdapterCheckpoints`` is mixed into
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 PICKLE_FILE = "adapter_model.bin"  # as peft wrote it before safetensors, and still does on request
@@ -318,6 +320,132 @@ def _as_injected(config: LoraConfig, entry: Mapping[str, Json], path: Path) -> L
         )
     except ValidationError as error:
         raise PeftlabError(f"{path}: peftlab in the header: {error.errors()[0]['msg']}") from None
+
+
+_HEAD_FILES = ("model_head.safetensors", "pytorch_model_head.bin")
+
+# The settings with which AdapterHub's bottleneck adapter is y = h + up(f(down(h))) on a sub-layer's output h, before
+# residual and LayerNorm. Any other value is another architecture.
+_BOTTLENECK_SETTINGS = {
+    "original_ln_before": False, "original_ln_after": True, "residual_before_ln": True, "ln_before": False,
+    "ln_after": False, "adapter_residual_before_ln": False, "use_gating": False, "is_parallel": False,
+    "scaling": 1.0, "phm_layer": False, "inv_adapter": None, "cross_adapter": False, "dropout": 0.0,
+    "output_adapter": True, "stochastic_depth": 0.0,
+}  # fmt: skip
+_LORA_SETTINGS = {
+    "selfattn_lora": True, "intermediate_lora": False, "output_lora": False, "use_gating": False,
+    "composition_mode": "add", "use_dora": False, "leave_out": [], "vera_d": None, "vera_b": None,
+}  # fmt: skip
+_ATTENTION: dict[object, str] = {"q": "query", "k": "key", "v": "value"}
+
+
+def is_adapterhub(raw: Mapping[str, Json]) -> bool:
+    """Return whether an ``adapter_config.json`` was written by AdapterHub's library (peft's has a ``peft_type``)."""
+    return "peft_type" not in raw and isinstance(raw.get("config"), dict) and "model_type" in raw
+
+
+def read_adapterhub(directory: Path, raw: Mapping[str, Json]) -> tuple[MethodConfig, dict[str, Tensor]]:
+    """Return method and tensors, by our names, of an AdapterHub bottleneck or LoRA adapter.
+
+    Args:
+        raw: its ``adapter_config.json``.
+
+    Raises:
+        PeftlabError: an architecture variant that is not supported, named by its key.
+    """
+    path = directory / "adapter_config.json"
+    tensors = _state_dict(directory, "adapter.safetensors", "pytorch_adapter.bin")
+    head = next((directory / name for name in _HEAD_FILES if (directory / name).exists()), None)
+    if head is not None:
+        tensors |= _state_dict(directory, head.name)
+    settings = member(raw, "config", dict, path)
+    with about(path):
+        if settings.get("architecture") == "lora":
+            return _lora(settings), {re.sub(r"\.loras\.[^.]+\.", ".", key): tensor for key, tensor in tensors.items()}
+        model_type = member(raw, "model_type", str, "the base model")
+        config = _bottleneck(settings, tensors, train_head=head is not None)
+        return config, {_bottleneck_name(key, model_type): tensor for key, tensor in tensors.items()}
+
+
+def _lora(settings: Mapping[str, Json]) -> MethodConfig:
+    _require(settings, _LORA_SETTINGS)
+    matrices = settings.get("attn_matrices", ["q", "v"])
+    if not isinstance(matrices, list) or not all(matrix in list(_ATTENTION) for matrix in matrices):
+        raise PeftlabError(f"attn_matrices={matrices!r} is not supported; q, k and v are")
+    return make_config(
+        "lora",
+        r=member(settings, "r", int, "config"),
+        lora_alpha=settings.get("alpha"),
+        target_modules=[_ATTENTION[matrix] for matrix in matrices],
+        lora_dropout=settings.get("dropout", 0.0),
+    )
+
+
+def _bottleneck(settings: Mapping[str, Json], tensors: Mapping[str, Tensor], train_head: bool) -> MethodConfig:
+    _require(settings, _BOTTLENECK_SETTINGS)
+    downs = [t for key, t in tensors.items() if key.endswith("adapter_down.0.weight") and t.ndim == 2]
+    if not downs:
+        raise PeftlabError("the adapter's file has no matrix adapter_down.0.weight")
+    return make_config(
+        "houlsby",
+        bottleneck=downs[0].shape[0],
+        non_linearity=member(settings, "non_linearity", str, "config").lower(),
+        placement="houlsby" if member(settings, "mh_adapter", bool, "config") else "pfeiffer",
+        skip_layers=settings.get("leave_out") or None,
+        train_layer_norms=False,
+        train_head=train_head,
+    )
+
+
+def _require(settings: Mapping[str, Json], wanted: Mapping[str, object]) -> None:
+    for key, value in wanted.items():
+        if settings.get(key, value) != value:
+            raise PeftlabError(f"{key}={settings[key]!r} is not supported; {value!r} is")
+
+
+def _bottleneck_name(key: str, model_type: str) -> str:
+    """Return our name of a parameter: AdapterHub's bottleneck is on a block, ours on the sub-layer's last leaf."""
+    match = re.fullmatch(r"(.+)\.adapters\.[^.]+\.adapter_(?:(down)\.0|(up))\.(weight|bias)", key)
+    if match is None:
+        if ".adapters." in key:
+            raise PeftlabError(f"key {key!r} is of an unknown form")
+        return key
+    if model_type not in SITES:
+        raise PeftlabError(f"model_type {model_type!r} is not known{did_you_mean(model_type, SITES)}")
+    block, down, up, last = match[1], match[2], match[3], match[4]
+    ends = (*SITES[model_type].attention, *SITES[model_type].ffn)
+    numbered = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", block)
+    for end in sorted(ends, key=len, reverse=True):
+        parent, _, leaf = end.rpartition(".")
+        if numbered.endswith(parent):
+            return f"{block}.{leaf}.adapter_{down or up}.{last}"
+    raise PeftlabError(f"{block} is not a sub-layer of {model_type} that peftlab knows")
+
+
+def _state_dict(directory: Path, *names: str) -> dict[str, Tensor]:
+    """Read the first of the files that exists, or the last."""
+    path = next((directory / name for name in names if (directory / name).exists()), directory / names[-1])
+    return read_tensors(path)[0] if path.suffix == ".safetensors" else read_pickle(path)
+
+
+def read_loralib(path: Path, lora_alpha: float | None) -> tuple[MethodConfig, dict[str, Tensor]]:
+    """Return method and tensors of a loralib state dict, whose α is not in the file.
+
+    Raises:
+        PeftlabError: ``lora_alpha`` is None, or the file contains no ``lora_A``.
+    """
+    tensors = read_pickle(path)
+    modules = sorted({key.removesuffix(".lora_A") for key in tensors if key.endswith(".lora_A")})
+    if not modules:
+        raise PeftlabError(f"{path}: no key ends in .lora_A; this is not a loralib adapter")
+    if lora_alpha is None:
+        raise PeftlabError(f"{path}: a loralib file does not contain its alpha; pass lora_alpha (--lora-alpha)")
+    first = tensors[f"{modules[0]}.lora_A"]
+    if first.ndim < 2:
+        raise PeftlabError(f"{path}: {modules[0]}.lora_A has shape {tuple(first.shape)} and is not a matrix")
+    with about(path):
+        config = make_config("lora", r=first.shape[0], lora_alpha=lora_alpha, target_modules=modules)
+    return config, tensors
 
 
 def load_adapter(
@@ -599,3 +727,28 @@ def load_model(
         fresh = [name for name in fresh if name not in adapter.tensors]
     model.config._name_or_path = reference
     return model, fresh
+
+
+class AdapterCheckpoints(Trainer):
+    """A mixin for ``transformers.Trainer`` that loads the checkpoints of an injected model.
+
+    A Trainer writes them by ``model.save_pretrained``, which writes an adapter directory, but loads only whole models
+    and peft's wrappers. With this class first among the bases, ``resume_from_checkpoint`` and
+    ``load_best_model_at_end`` work too. Other models and checkpoints are loaded as by the Trainer itself.
+    """
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        if not self._read_adapter(resume_from_checkpoint):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_best_model(self) -> None:
+        best = self.state.best_model_checkpoint
+        if best is None or not self._read_adapter(best):
+            super()._load_best_model()
+
+    def _read_adapter(self, checkpoint: str) -> bool:
+        model = self.model
+        if model is None or not is_injected(model) or not (Path(checkpoint) / CONFIG_FILE).exists():
+            return False
+        reload_adapter(model, checkpoint)
+        return True

@@ -26,15 +26,14 @@ from peftlab.checkpoints.adapter import (
     Adapter,
     adapter_directory,
     base_of,
+    is_adapterhub,
+    read_adapterhub,
     read_config,
     text_or_none,
 )
-from peftlab.checkpoints.foreign_formats import is_adapterhub, read_adapterhub
-from peftlab.checkpoints.merge.plan import closest_model
-from peftlab.checkpoints.merge.run import base_directory
+from peftlab.checkpoints.merge_plan import closest_model
 from peftlab.checkpoints.peft_format import PREFIX
-from peftlab.checkpoints.pickles import read_pickle
-from peftlab.checkpoints.tensors import read_header
+from peftlab.checkpoints.tensors import read_header, read_pickle
 from peftlab.errors import PeftlabError, did_you_mean
 from peftlab.files import Json
 from peftlab.methods.lora.config import LoraConfig
@@ -42,6 +41,7 @@ from peftlab.methods.lora.experts import stored_transposed
 from peftlab.methods.lora.layers import leaf_kind
 from peftlab.methods.targets import ALL_LINEAR, has_suffix, layer_index
 from peftlab.models.empty import empty_model
+from peftlab.models.finetuned import base_directory
 from peftlab.patterns import matching
 
 Shape = tuple[int, ...]

@@ -38,8 +38,7 @@ from peftlab.checkpoints.adapter_contents import (
     single_expert,
     split_experts,
 )
-from peftlab.checkpoints.merge.config import MergeOptions
-from peftlab.checkpoints.merge.plan import plan_merge, task_model
+from peftlab.checkpoints.merge_plan import MergeOptions, plan_merge, task_model
 from peftlab.checkpoints.peft_format import PREFIX
 from peftlab.checkpoints.tensors import write_tensors
 from peftlab.errors import PeftlabError, did_you_mean, reason

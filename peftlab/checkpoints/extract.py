@@ -22,7 +22,7 @@ from transformers.core_model_loading import dot_natural_key
 from transformers.initialization import no_init_weights
 
 from peftlab.checkpoints.adapter import save_adapter
-from peftlab.checkpoints.merge.run import base_directory, quantisation
+from peftlab.checkpoints.merge import quantisation
 from peftlab.checkpoints.peft_format import short_names
 from peftlab.checkpoints.tensors import DTYPES, PickleShard, Shard, open_shards, read_at
 from peftlab.errors import PeftlabError
@@ -32,6 +32,7 @@ from peftlab.methods.lora.config import LoraConfig
 from peftlab.methods.lora.layers import LowRank, leaf_kind
 from peftlab.models.architectures import inside, task_head
 from peftlab.models.empty import Place, converted, empty_model, places
+from peftlab.models.finetuned import base_directory
 from peftlab.models.pretrained import load_config
 
 _INSTEAD = "an adapter cannot express that; keep the finetuned checkpoint itself"

@@ -61,7 +61,7 @@ def merge(
     device: Device = "auto",
 ) -> object:
     """Fold adapters into their base model: a plain checkpoint, streamed."""
-    from peftlab.checkpoints.merge.config import MergeOptions
+    from peftlab.checkpoints.merge_plan import MergeOptions
     from peftlab.files import to_json
     from peftlab.models.quantised import stored_dtype
     from peftlab.pipelines.merge import Combining, run_merge
@@ -96,7 +96,7 @@ def unmerge(
     overwrite: Overwrite = False,
 ) -> object:
     """Write the base model of a merged directory, bit for bit, after checking that it is the right one."""
-    from peftlab.checkpoints.merge.run import unmerge_checkpoint
+    from peftlab.checkpoints.merge import unmerge_checkpoint
 
     show(f"unmerged: {unmerge_checkpoint(merged, out, base=base, overwrite=overwrite)}")
     return {"out": out}

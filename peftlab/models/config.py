@@ -1,4 +1,4 @@
-"""The ``base`` section of a recipe: how the weights of the pretrained model are stored while it is used."""
+"""The ``base`` and ``merge`` sections of a recipe: how the weights of the base and of the merged model are stored."""
 
 from __future__ import annotations
 
@@ -41,3 +41,31 @@ def _or_default(value: object) -> object:
 
 Base = Annotated[BaseConfig, BeforeValidator(_or_default)]
 """The section as a recipe has it, where null is fp32."""
+
+
+Into = Literal["dequantised", "original"]
+"""What an update is added to where the base was quantised while it was trained."""
+
+
+class MergeConfig(Section):
+    """How merged/ is written."""
+
+    into: Into = Field(
+        default="dequantised",
+        description="On a base in int8 or nf4: what the update is added to, the values that the model computed with "
+        "in training, or the original weights.",
+    )
+    latency: bool = Field(
+        default=False,
+        description="Measure the forward pass of the merged model, and of base and adapter, relative to the base's.",
+    )
+
+
+def merge_into(merge: bool | MergeConfig | None) -> Into | None:
+    """Return what a recipe's ``merge`` says of ``into``; None where it says nothing."""
+    return merge.into if isinstance(merge, MergeConfig) else None
+
+
+def measures_latency(merge: bool | MergeConfig | None) -> bool:
+    """Whether a recipe's ``merge`` asks for the latency."""
+    return isinstance(merge, MergeConfig) and merge.latency

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from peftlab.errors import PeftlabError
 from peftlab.files import read_object
-from peftlab.references import is_url, locate, similar_path
+from peftlab.references import is_url, locate, similar_path, snapshot
 from peftlab.remote import local_copy
 
 CONFIG_FILE = "adapter_config.json"
@@ -89,6 +89,24 @@ def plain_directory(reference: str) -> str:
             f"peftlab merge {parts.adapters[-1]} -o DIR"
         )
     return parts.base
+
+
+def base_directory(reference: str, what: str = "base model", *, revision: str | None = None) -> Path:
+    """Return the local directory of a model: a path, a package's, or the hub's snapshot.
+
+    Args:
+        what: the model's name in messages. revision: of a hub model.
+    """
+    place = model_place(reference, what, revision=revision)
+    if not place.is_dir():
+        raise PeftlabError(f"{what} {reference!r}: {place} is a file; name the directory")
+    return place
+
+
+def model_place(reference: str, what: str = "base model", *, revision: str | None = None) -> Path:
+    """Return the local directory or GGUF file of a model; arguments as for ``base_directory``."""
+    place = locate(plain_directory(reference), what)
+    return snapshot(place, what, revision=revision) if isinstance(place, str) else place
 
 
 def _directory(reference: str) -> Path | None:

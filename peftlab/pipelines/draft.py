@@ -18,9 +18,8 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from peftlab.checkpoints.adapter import load_model, save_adapter
-from peftlab.checkpoints.merge.config import MergeOptions, into, times
-from peftlab.checkpoints.merge.run import check_merge, merge_checkpoint
-from peftlab.checkpoints.merge.verify import Latency, MergeCheck, merge_latency, verify_merge
+from peftlab.checkpoints.merge import check_merge, merge_checkpoint
+from peftlab.checkpoints.merge_plan import MergeOptions
 from peftlab.decoding.benchmark import DraftedText, Question, Settings, compare, drafted_text
 from peftlab.decoding.drafter import Drafter
 from peftlab.decoding.engines import build_engine
@@ -52,10 +51,12 @@ from peftlab.files import Claim, Json, staged_directory, to_json, write_json, wr
 from peftlab.hardware import Cpu, describe_cpu
 from peftlab.methods.injection import count_parameters, inject, is_injected
 from peftlab.methods.table import lr_ratio
+from peftlab.models.config import measures_latency, merge_into
 from peftlab.models.costs import Cost
 from peftlab.models.pretrained import load_config, load_tokenizer, storage
 from peftlab.pipelines.directory import run_directory, write_and_print_results, write_results
 from peftlab.pipelines.generate import HEAD_FILE, acceptance_head, draft_lengths
+from peftlab.pipelines.merge import Latency, MergeCheck, merge_latency, verify_merge
 from peftlab.pipelines.provenance import peak_memory, provenance
 from peftlab.recipe.load import dump_recipe
 from peftlab.recipe.schema import DraftRecipe, injected_method
@@ -277,7 +278,7 @@ def _run(recipe: DraftRecipe, directory: Claim, resume: bool, device: str) -> Dr
         inject(draft.injected, injected_method(recipe.method, recipe.train))
     if draft.folds and draft.base_model is None:  # what would stop the merge stops the run before it has trained
         with about("merge"):
-            options = MergeOptions(into=into(recipe.merge), revision=_base_revision(recipe, draft))
+            options = MergeOptions(into=merge_into(recipe.merge), revision=_base_revision(recipe, draft))
             check_merge(draft.injected, draft.base, run_dir / "merged", options)
     trainable, total = count_parameters(draft.model)
     accelerator.print(f"{trainable_line(trainable, total)}\nlearning rate: {recipe.train.peak_lr:g}")
@@ -580,7 +581,9 @@ def save_draft(recipe: DraftRecipe, draft: DraftKind[DraftConfig], sets: Example
             save_adapter(draft.injected, staging, base=draft.base, revision=_base_revision(recipe, draft))
     if draft.folds:
         revision = _base_revision(recipe, draft)
-        options = MergeOptions(recipe=dump_recipe(recipe), into=into(recipe.merge), revision=revision, overwrite=True)
+        options = MergeOptions(
+            recipe=dump_recipe(recipe), into=merge_into(recipe.merge), revision=revision, overwrite=True
+        )
         merge_checkpoint(run_dir / "adapter", draft.base, run_dir / "merged", options)
     tokens = draft.save(sets.train)
     draft.calibrate(next(iter(sets.held_out.values())), recipe.train.eval_batch_size)
@@ -668,7 +671,7 @@ def _measure(
         what = (run_dir / "adapter", draft.base, run_dir / "merged", _samples(sets))
         # On the CPU: beside what was trained, a device may lack the memory for two models more.
         results.merge = verify_merge(*what)
-        results.latency = merge_latency(*what, device=saved.merged.device) if times(recipe.merge) else None
+        results.latency = merge_latency(*what, device=saved.merged.device) if measures_latency(recipe.merge) else None
         if draft.separate:
             results.merged_metrics = spec.score(saved.merged)
     if saved.tokens is not None:

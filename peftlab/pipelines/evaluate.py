@@ -9,13 +9,13 @@ from pathlib import Path
 from torch import nn
 
 from peftlab.checkpoints.adapter import CONFIG_FILE, Adapter, load_adapter, read_adapter
-from peftlab.checkpoints.merge.verify import EXAMPLES, merge_latency, timed_weights
 from peftlab.errors import PeftlabError
 from peftlab.files import Json, to_json
 from peftlab.hardware import Cpu, describe_cpu
 from peftlab.models.config import BaseConfig
 from peftlab.models.pretrained import eval_mode, load_config
 from peftlab.pipelines.finetune import answer_scorer, load_task, model_source, sample_inputs
+from peftlab.pipelines.merge import EXAMPLES, merge_latency, timed_weights
 from peftlab.recipe.load import load_recipe
 from peftlab.recipe.schema import FinetuneRecipe
 from peftlab.references import similar_path

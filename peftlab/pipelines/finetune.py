@@ -19,9 +19,8 @@ from transformers import PreTrainedModel
 from transformers.utils import is_flash_attn_2_available
 
 from peftlab.checkpoints.adapter import fill, load_model, read_adapter, save_adapter
-from peftlab.checkpoints.merge.config import Into, MergeOptions, into, times
-from peftlab.checkpoints.merge.run import check_merge, merge_checkpoint
-from peftlab.checkpoints.merge.verify import EXAMPLES, Latency, MergeCheck, merge_latency, verify_merge
+from peftlab.checkpoints.merge import check_merge, merge_checkpoint
+from peftlab.checkpoints.merge_plan import MergeOptions
 from peftlab.decoding.generation import answering
 from peftlab.drafting.checks import eos_ids
 from peftlab.errors import PeftlabError, about
@@ -32,10 +31,11 @@ from peftlab.methods.injection import count_parameters, inject, injection_of, is
 from peftlab.methods.merging import merge, unmerge
 from peftlab.methods.table import METHODS, lr_ratio
 from peftlab.models.architectures import inside, task_head
-from peftlab.models.config import BaseConfig
+from peftlab.models.config import BaseConfig, Into, measures_latency, merge_into
 from peftlab.models.costs import Cost
 from peftlab.models.pretrained import eval_mode, load_base, load_config
 from peftlab.pipelines.directory import run_directory, write_and_print_results, write_results
+from peftlab.pipelines.merge import EXAMPLES, Latency, MergeCheck, merge_latency, verify_merge
 from peftlab.pipelines.provenance import peak_memory, provenance
 from peftlab.recipe.load import dump_recipe
 from peftlab.recipe.schema import FinetuneRecipe, injected_method
@@ -214,7 +214,7 @@ def _run(recipe: FinetuneRecipe, directory: Claim, resume: bool, device: str) ->
     merging: MergeOptions | None = None
     if METHODS[recipe.method.name].folds and recipe.merge is not False:
         merging = MergeOptions(
-            into=into(recipe.merge),
+            into=merge_into(recipe.merge),
             trust_remote_code=recipe.trust_remote_code,
             revision=recipe.revision,
             overwrite=True,
@@ -408,7 +408,7 @@ def _write_run(
         what = (run_dir / "adapter", recipe.model, run_dir / "merged", inputs)
         # On the CPU: beside the trained model, a device may lack the memory for two more.
         results = replace(results, merge=verify_merge(*what, trust_remote_code=recipe.trust_remote_code))
-        if times(recipe.merge):
+        if measures_latency(recipe.merge):
             trusted, device = recipe.trust_remote_code, next(model.parameters()).device
             results = replace(results, latency=merge_latency(*what, trust_remote_code=trusted, device=device))
         if recipe.base.quantised:

@@ -2,28 +2,39 @@
 
 from __future__ import annotations
 
+import statistics
+import time
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from peftlab.checkpoints.adapter import Adapter, read_adapter
+from peftlab.checkpoints.adapter import Adapter, load_adapter, load_model, read_adapter
 from peftlab.checkpoints.combine import combine
-from peftlab.checkpoints.merge.config import MergeOptions
-from peftlab.checkpoints.merge.run import merge_checkpoint
-from peftlab.checkpoints.merge.steps import MergeReport
+from peftlab.checkpoints.merge import merge_checkpoint
+from peftlab.checkpoints.merge_plan import MergeOptions
+from peftlab.checkpoints.merge_steps import MergeReport
 from peftlab.errors import PeftlabError
-from peftlab.files import read_mark, read_text
-from peftlab.hardware import resolve_device
+from peftlab.files import read_mark, read_object, read_text
+from peftlab.hardware import resolve_device, wait_for
+from peftlab.models.config import BaseConfig
+from peftlab.models.pretrained import load_config
+from peftlab.models.quantised import DTYPES, BaseFormat
 from peftlab.references import is_url
 from peftlab.remote import local_copy
+from peftlab.untyped import Attributes
 
 if TYPE_CHECKING:
-    from peftlab.checkpoints.merge.verify import MergeCheck
+    from transformers import PretrainedConfig
+
+_CPU = torch.device("cpu")
+EXAMPLES = 16  # examples on which merged and unmerged model are compared
+ROUNDS = 5  # timed passes over the inputs, for each model
 
 # The inputs of the comparison where no recipe names data.
 SAMPLES = (
@@ -41,6 +52,31 @@ class Combining:
     method: str = "linear"
     rank: int | None = None
     density: float = 0.5
+
+
+@dataclass(frozen=True)
+class MergeCheck:
+    """How base + adapter and the merged model compare on the same inputs.
+
+    Attributes:
+        max_logit_difference: over all inputs, padding left out.
+        argmax_agreement: share of predictions that agree. examples: how many there were.
+    """
+
+    max_logit_difference: float
+    argmax_agreement: float
+    examples: int
+
+
+@dataclass(frozen=True)
+class Latency:
+    """Time of a forward pass of the merged model, and of base + adapter, relative to the base model's.
+
+    Medians of ``ROUNDS`` passes over the same inputs, which the models take in turn.
+    """
+
+    merged: float
+    unmerged: float
 
 
 @dataclass(frozen=True)
@@ -94,8 +130,6 @@ def run_merge(
     report = merge_checkpoint(adapter, base, out, options)
     if not (verify if verify is not None else recipe is not None and _can_compare(report, options)):
         return MergeResult(report, None)
-    from peftlab.checkpoints.merge.verify import verify_merge
-
     inputs = _comparison_inputs(recipe, report.base)
     check = verify_merge(adapter, report.base, out, inputs, lora_alpha=options.lora_alpha, device=place)
     return MergeResult(report, check)
@@ -129,7 +163,6 @@ def _recipe_near(adapter: Path) -> Path | None:
 
 
 def _comparison_inputs(recipe: Path | None, base: str) -> list[dict[str, Tensor]]:
-    from peftlab.checkpoints.merge.verify import EXAMPLES
     from peftlab.models.pretrained import load_tokenizer
     from peftlab.recipe.load import load_recipe
     from peftlab.recipe.schema import FinetuneRecipe
@@ -141,3 +174,153 @@ def _comparison_inputs(recipe: Path | None, base: str) -> list[dict[str, Tensor]
         return [example_inputs(loaded, EXAMPLES)]
     tokenizer = load_tokenizer(base)
     return [dict(tokenizer(text, return_tensors="pt")) for text in SAMPLES]
+
+
+def verify_merge(
+    adapter: str | Path | Adapter,
+    base: str,
+    merged: str | Path,
+    batches: Sequence[dict[str, Tensor]],
+    *,
+    lora_alpha: float | None = None,
+    trust_remote_code: bool = False,
+    device: torch.device = _CPU,
+) -> MergeCheck:
+    """Compare the logits of base + adapter with those of the merged model, in one pass over the inputs.
+
+    A base that was quantised in training is loaded so again, which needs bitsandbytes.
+
+    Args:
+        adapter, lora_alpha: as for ``load_adapter``. base: reference of the base model. merged: the merged directory.
+        batches: model inputs (``input_ids``, ``attention_mask``, ...), without labels. device: where both models run.
+        trust_remote_code: run the model code in base and merged directory.
+    """
+    models = _Models(_read(adapter, lora_alpha), base, str(merged), trust_remote_code)
+    unmerged, whole = (nn.Module.to(model, device) for model in (models.unmerged(), models.merged()))
+    worst, agreed, predictions, examples = 0.0, 0, 0, 0
+    with torch.inference_mode():
+        for batch in ({key: value.to(device) for key, value in batch.items()} for batch in batches):
+            here, there = (_logits(model, batch).float() for model in (unmerged, whole))
+            worst = max(worst, float((here - there).abs().max()))
+            agreed += int((here.argmax(-1) == there.argmax(-1)).sum())
+            predictions += here.shape[:-1].numel()
+            examples += len(batch["input_ids"])
+    return MergeCheck(worst, agreed / predictions, examples)
+
+
+def merge_latency(
+    adapter: str | Path | Adapter,
+    base: str,
+    merged: str | Path,
+    batches: Sequence[dict[str, Tensor]],
+    *,
+    trust_remote_code: bool = False,
+    device: torch.device = _CPU,
+) -> Latency:
+    """Time base, base + adapter and merged model on a device; arguments as for ``verify_merge``."""
+    loads = _Models(_read(adapter, None), base, str(merged), trust_remote_code)
+    loaded = {"base": loads.base(), "merged": loads.merged(), "unmerged": loads.unmerged()}
+    times = _times({name: nn.Module.to(model, device) for name, model in loaded.items()}, batches, device)
+    return Latency(merged=times["merged"] / times["base"], unmerged=times["unmerged"] / times["base"])
+
+
+def timed_weights(adapter: str | Path | Adapter, merged: str | Path) -> dict[str, str]:
+    """Return how ``merge_latency`` stores weights: those of the ``base``, with and without adapter, and ``merged``."""
+    dtype, read = _dtype(load_config(str(merged))), _read(adapter, None)
+    raw = read.base.get("format")
+    plain = next(name for name, known in DTYPES.items() if known == dtype)
+    base = str(BaseFormat.from_dict(raw, "the adapter")) if isinstance(raw, dict) else plain
+    return {"base": base, "merged": plain}
+
+
+def _dtype(config: PretrainedConfig) -> torch.dtype:
+    return config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
+
+
+def _read(adapter: str | Path | Adapter, lora_alpha: float | None) -> Adapter:
+    return adapter if isinstance(adapter, Adapter) else read_adapter(adapter, lora_alpha=lora_alpha)
+
+
+class _Models:
+    """Loads what is compared, each when it is asked for.
+
+    Args:
+        reference: of the base model. directory: of the merged model, whose configuration names class and labels, and
+            whose report the base's revision. trust_remote_code: run their model code.
+    """
+
+    def __init__(self, adapter: Adapter, reference: str, directory: str, trust_remote_code: bool) -> None:
+        self.adapter, self.reference, self.directory = adapter, reference, directory
+        self.options: Attributes = {"trust_remote_code": True} if trust_remote_code else {}
+        self.config = load_config(directory, **self.options)
+        file = Path(directory, "merge.json")
+        report = read_object(file) if file.is_file() else {}
+        self.architecture = str(report.get("architecture") or (self.config.architectures or ["AutoModel"])[0])
+        self.revision = str(report["revision"]) if report.get("revision") else None
+        self.config = _for_class(self.architecture, self.config)
+        self.dtype = _dtype(self.config)
+
+    def base(self) -> nn.Module:
+        options = self.options | _storage(self.adapter, self.dtype) | {"config": _of_base(self.config, self.reference)}
+        return load_model(self.reference, self.architecture, revision=self.revision, **options)[0]
+
+    def unmerged(self) -> nn.Module:
+        return load_adapter(self.base(), self.adapter)
+
+    def merged(self) -> nn.Module:
+        return load_model(self.directory, self.architecture, dtype=self.dtype, **self.options)[0]
+
+
+def _for_class(architecture: str, config: PretrainedConfig) -> PretrainedConfig:
+    """Return the part of a composite configuration that a class takes: a text model's; else the configuration."""
+    import transformers
+
+    wanted = getattr(getattr(transformers, architecture, None), "config_class", None)
+    parts = [getattr(config, name) for name, part in config.sub_configs.items() if part is wanted]
+    return parts[0] if parts else config
+
+
+def _of_base(config: PretrainedConfig, base: str) -> PretrainedConfig:
+    """Return the merged model's configuration, or a GGUF base's own, which says how its weights are stored."""
+    if base.endswith(".gguf"):
+        return load_config(base)
+    own = deepcopy(config)  # loading writes into it
+    if hasattr(own, "quantization_config"):  # how the merged weights are stored, in fp8
+        del own.quantization_config
+    return own
+
+
+def _storage(adapter: Adapter, dtype: torch.dtype) -> Attributes:
+    """Return what ``load_base`` takes for the base that an adapter was trained beside; ``dtype`` for plain weights."""
+    raw = adapter.base.get("format")
+    if not isinstance(raw, dict):
+        return {"dtype": dtype}
+    how = BaseFormat.from_dict(raw, "the adapter")
+    base = BaseConfig(dtype="int8" if how.dtype == "int8" else "nf4", double_quant=how.double_quant)
+    return {"dtype": DTYPES[how.compute], "quantised": base}
+
+
+def _logits(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    output = model(**batch)
+    logits = output.logits if "logits" in output else output[0]
+    mask = batch.get("attention_mask")
+    return logits[mask.bool()] if mask is not None and logits.shape[:-1] == mask.shape else logits
+
+
+def _times(
+    models: dict[str, nn.Module], batches: Sequence[dict[str, Tensor]], device: torch.device
+) -> dict[str, float]:
+    """Return the median seconds of a pass over all batches, after one in which a GPU chooses kernels."""
+    spent: dict[str, list[float]] = {name: [] for name in models}
+    moved = [{key: value.to(device) for key, value in batch.items()} for batch in batches]
+    with torch.inference_mode():
+        for round_ in range(ROUNDS + 1):
+            for name, model in models.items():
+                wait_for(device)
+                started = time.perf_counter()
+                for batch in moved:
+                    model(**batch)
+                wait_for(device)
+                if round_ > 0:
+                    spent[name].append(time.perf_counter() - started)
+    return {name: statistics.median(values) for name, values in spent.items()}

@@ -9,7 +9,6 @@ from pydantic import Field, ValidationError, ValidationInfo, field_validator, mo
 from pydantic.config import JsonDict
 from pydantic_core import PydanticCustomError
 
-from peftlab.checkpoints.merge.config import MergeConfig
 from peftlab.decoding.table import HEAD, POLICIES, policy, rule_help, window
 from peftlab.drafting.config import DraftConfig, DraftData, DraftObjective, RecipeKeys
 from peftlab.drafting.table import DRAFTS
@@ -17,7 +16,7 @@ from peftlab.errors import PeftlabError
 from peftlab.methods.config import MethodConfig
 from peftlab.methods.lora.config import LoraConfig
 from peftlab.methods.table import METHODS, config_class
-from peftlab.models.config import Base, BaseConfig
+from peftlab.models.config import Base, BaseConfig, MergeConfig
 from peftlab.references import is_url
 from peftlab.registry import resolve
 from peftlab.remote import check_url

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from peftlab.checkpoints.model_card import Training, code, fence, hub_id, model_card, table
+from peftlab.checkpoints.merge import code, fence, hub_id, model_card, table
+from peftlab.checkpoints.merge_plan import Training
 from peftlab.reporting import facts
 from peftlab.reporting.facts import Counts, class_counts, class_rows
 

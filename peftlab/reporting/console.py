@@ -20,7 +20,7 @@ from peftlab.reporting import facts
 if TYPE_CHECKING:
     from peftlab.checkpoints.engines import AdapterCheck, Conversion
     from peftlab.checkpoints.extract import Extraction
-    from peftlab.checkpoints.merge.steps import MergeReport, TensorReport
+    from peftlab.checkpoints.merge_steps import MergeReport, TensorReport
 
 _PIECES = re.compile(r"[^./:-]*[./:-]|[^./:-]+")
 LAYER = re.compile(r"(?<=\.)\d+(?=\.)")

@@ -16,7 +16,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor, nn
 
-from peftlab.checkpoints.pickles import unpickle
+from peftlab.checkpoints.tensors import unpickle
 from peftlab.errors import PeftlabError
 from peftlab.files import STAGING_PREFIX, replacing
 from peftlab.methods.injection import trainable_parameters

@@ -73,7 +73,7 @@ stop(started)
 
 def make_finetuned(base: Path, work: Path) -> Path:
     """Write a finetuned model: the base with a merged LoRA of rank 16, rounded to its dtype."""
-    from peftlab.checkpoints.merge.run import merge_checkpoint
+    from peftlab.checkpoints.merge import merge_checkpoint
 
     out = work / f"{base.name}-tuned"
     make_adapter(base, work / "adapter")

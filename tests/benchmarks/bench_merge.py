@@ -82,7 +82,7 @@ def run_ours(base: Path, adapter: Path, out: Path) -> dict[str, Any]:
     """Merge with peftlab."""
     import transformers.models.llama.modeling_llama  # noqa: F401  (a library's own memory is not the merge's)
 
-    from peftlab.checkpoints.merge.run import merge_checkpoint
+    from peftlab.checkpoints.merge import merge_checkpoint
 
     start = measured()
     merge_checkpoint(adapter, base, out)
@@ -192,7 +192,7 @@ def latency(base: Path, adapter: Path, merged: Path) -> dict[str, float]:
     """Forward passes of merged and unmerged, relative to the base's."""
     import torch
 
-    from peftlab.checkpoints.merge.verify import merge_latency
+    from peftlab.pipelines.merge import merge_latency
 
     torch.manual_seed(0)
     batches = [{"input_ids": torch.randint(0, 32000, (1, 64))}]

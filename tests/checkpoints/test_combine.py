@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from peftlab.checkpoints.adapter import Adapter, read_adapter
 from peftlab.checkpoints.combine import combine
-from peftlab.checkpoints.merge.run import merge_checkpoint
+from peftlab.checkpoints.merge import merge_checkpoint
 from peftlab.cli.app import app
 from peftlab.errors import PeftlabError
 from peftlab.methods.injection import make_config

@@ -19,9 +19,8 @@ from safetensors.torch import load_file, save_file
 import peftlab
 from peftlab import patterns
 from peftlab.checkpoints.adapter import read_adapter
-from peftlab.checkpoints.merge.run import merge_checkpoint
-from peftlab.checkpoints.pickles import read_pickle
-from peftlab.checkpoints.tensors import open_shards
+from peftlab.checkpoints.merge import merge_checkpoint
+from peftlab.checkpoints.tensors import open_shards, read_pickle
 from peftlab.errors import PeftlabError
 from peftlab.methods.injection import is_injected
 

@@ -79,8 +79,8 @@ def test_an_upload_without_a_network_leaves_the_result(tmp_path: Path) -> None:
 def test_a_revision_of_the_base_is_merged_into_that_revision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The hub's main has other weights by now: the adapter's own revision counts, for merging, checking, undoing."""
     from peftlab.checkpoints.adapter import load_model, read_adapter, save_adapter
-    from peftlab.checkpoints.merge.run import merge_checkpoint, unmerge_checkpoint
-    from peftlab.checkpoints.merge.verify import verify_merge
+    from peftlab.checkpoints.merge import merge_checkpoint, unmerge_checkpoint
+    from peftlab.pipelines.merge import verify_merge
 
     repository = tmp_path / "hub" / "models--me--llama"
     old, new = build("llama"), build("llama")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from models import adapt, build, load, reference, save_base, weight_files
 
-from peftlab.checkpoints.merge.run import merge_checkpoint
+from peftlab.checkpoints.merge import merge_checkpoint
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 METHODS = {

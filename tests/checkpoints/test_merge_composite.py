@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 
 import peftlab
 from peftlab.checkpoints.adapter import read_adapter
-from peftlab.checkpoints.merge.run import merge_checkpoint
-from peftlab.checkpoints.merge.verify import verify_merge
+from peftlab.checkpoints.merge import merge_checkpoint
+from peftlab.pipelines.merge import verify_merge
 from tests.composite_models import COMPOSITES, save_composite
 
 

@@ -16,7 +16,7 @@ from models import adapt, build, load, save_base, stir
 from safetensors.torch import load_file, save_file
 
 import peftlab
-from peftlab.checkpoints.merge.run import merge_checkpoint, unmerge_checkpoint
+from peftlab.checkpoints.merge import merge_checkpoint, unmerge_checkpoint
 from peftlab.errors import PeftlabError
 
 IDS = torch.arange(3, 33).view(2, 15)

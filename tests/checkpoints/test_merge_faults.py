@@ -17,8 +17,8 @@ import torch
 from models import adapt, build, load, save_base, weight_files
 from safetensors.torch import load_file, save_file
 
-from peftlab.checkpoints.merge.config import MergeOptions
-from peftlab.checkpoints.merge.run import merge_checkpoint
+from peftlab.checkpoints.merge import merge_checkpoint
+from peftlab.checkpoints.merge_plan import MergeOptions
 from peftlab.errors import PeftlabError
 from peftlab.files import STAGING_PREFIX, remove
 

@@ -16,10 +16,10 @@ from safetensors.torch import load_file, save_file
 
 import peftlab
 from peftlab.checkpoints.adapter import load_adapter, read_adapter
-from peftlab.checkpoints.merge.config import MergeOptions
-from peftlab.checkpoints.merge.run import merge_checkpoint
-from peftlab.checkpoints.merge.verify import verify_merge
+from peftlab.checkpoints.merge import merge_checkpoint
+from peftlab.checkpoints.merge_plan import MergeOptions
 from peftlab.errors import PeftlabError
+from peftlab.pipelines.merge import verify_merge
 from peftlab.references import locate
 from tests.tiny_gguf import write_gguf
 

@@ -18,8 +18,8 @@ from safetensors.torch import load_file, save_file
 
 from peftlab.checkpoints.adapter import Adapter, read_adapter
 from peftlab.checkpoints.combine import combine
-from peftlab.checkpoints.merge.config import MergeOptions
-from peftlab.checkpoints.merge.run import merge_checkpoint, unmerge_checkpoint
+from peftlab.checkpoints.merge import merge_checkpoint, unmerge_checkpoint
+from peftlab.checkpoints.merge_plan import MergeOptions
 from peftlab.checkpoints.quantised import compress, decompress, nf4_values
 from peftlab.errors import PeftlabError
 from peftlab.models.pretrained import describe

@@ -11,9 +11,9 @@ from models import adapt, build, load, reference, save_base, weight_files
 from safetensors.torch import load_file, save_file
 
 import peftlab
-from peftlab.checkpoints.merge.config import MergeOptions
-from peftlab.checkpoints.merge.run import merge_checkpoint
-from peftlab.checkpoints.merge.steps import TensorReport
+from peftlab.checkpoints.merge import merge_checkpoint
+from peftlab.checkpoints.merge_plan import MergeOptions
+from peftlab.checkpoints.merge_steps import TensorReport
 from peftlab.errors import PeftlabError
 
 UP, EMBEDDING = "model.layers.0.mlp.up_proj.weight", "model.embed_tokens.weight"

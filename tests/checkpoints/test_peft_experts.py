@@ -16,7 +16,7 @@ import transformers
 from models import load, save_base, stir
 
 import peftlab
-from peftlab.checkpoints.merge.run import merge_checkpoint
+from peftlab.checkpoints.merge import merge_checkpoint
 
 IDS = torch.arange(3, 33).view(2, 15)
 SIZES: dict[str, Any] = {

@@ -17,7 +17,7 @@ from peft_round_trip import equal, of, randomised, round_trip, saved_by_peft
 from safetensors.torch import load_file
 
 import peftlab
-from peftlab.checkpoints.merge.run import merge_checkpoint
+from peftlab.checkpoints.merge import merge_checkpoint
 from peftlab.errors import PeftlabError
 from peftlab.methods.injection import injection_of, trainable_parameters
 

@@ -16,7 +16,7 @@ from peft_round_trip import of, randomised, round_trip, saved_by_peft, trains_as
 from torch import nn
 
 import peftlab
-from peftlab.checkpoints.merge.run import merge_checkpoint
+from peftlab.checkpoints.merge import merge_checkpoint
 from peftlab.errors import PeftlabError
 from peftlab.methods.lora.function import dropout
 

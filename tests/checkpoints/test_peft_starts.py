@@ -17,7 +17,7 @@ from torch import nn
 import peftlab
 from peftlab.checkpoints.adapter import read_adapter
 from peftlab.checkpoints.combine import combine
-from peftlab.checkpoints.merge.run import merge_checkpoint
+from peftlab.checkpoints.merge import merge_checkpoint
 from peftlab.errors import PeftlabError
 from peftlab.methods.injection import trainable_parameters
 

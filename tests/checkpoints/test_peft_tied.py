@@ -15,7 +15,7 @@ from models import build, load, save_base, stir
 from safetensors.torch import load_file, save_file
 
 import peftlab
-from peftlab.checkpoints.merge.run import merge_checkpoint
+from peftlab.checkpoints.merge import merge_checkpoint
 from peftlab.errors import PeftlabError
 from peftlab.methods.injection import trainable_parameters
 

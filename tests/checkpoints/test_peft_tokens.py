@@ -14,7 +14,7 @@ from peft_round_trip import equal, of, round_trip, saved_by_peft, trains_as_in_p
 from test_peft_layers import bart, gemma3
 
 import peftlab
-from peftlab.checkpoints.merge.run import merge_checkpoint
+from peftlab.checkpoints.merge import merge_checkpoint
 from peftlab.errors import PeftlabError
 from peftlab.methods.injection import trainable_parameters
 

@@ -13,7 +13,7 @@ from peft_round_trip import equal, of, randomised, round_trip, saved_by_peft
 from safetensors.torch import load_file, save_file
 
 import peftlab
-from peftlab.checkpoints.merge.run import merge_checkpoint
+from peftlab.checkpoints.merge import merge_checkpoint
 
 TEXT: dict[str, Any] = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -15,8 +15,8 @@ from models import adapt, save_base
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from peftlab.checkpoints.merge.config import MergeOptions
-from peftlab.checkpoints.merge.run import merge_checkpoint
+from peftlab.checkpoints.merge import merge_checkpoint
+from peftlab.checkpoints.merge_plan import MergeOptions
 from peftlab.errors import PeftlabError
 from peftlab.methods.table import METHODS
 from peftlab.models.empty import empty_model, tied_names

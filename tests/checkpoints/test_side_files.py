@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from models import adapt, build, save_base
 
-from peftlab.checkpoints.merge.run import OTHERS, copy_side_files, merge_checkpoint
+from peftlab.checkpoints.merge import OTHERS, copy_side_files, merge_checkpoint
 
 SECRET = "not to be published"
 

@@ -10,7 +10,7 @@ import torch
 from models import adapt, build, load, save_base, weight_files
 
 import peftlab
-from peftlab.checkpoints.merge.run import merge_checkpoint, unmerge_checkpoint
+from peftlab.checkpoints.merge import merge_checkpoint, unmerge_checkpoint
 from peftlab.errors import PeftlabError
 
 

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import peftlab
-from peftlab.checkpoints.merge.run import merge_checkpoint
+from peftlab.checkpoints.merge import merge_checkpoint
 from peftlab.decoding.decode import StoppingCriteria, decode
 from peftlab.decoding.engines import build_engine
 from peftlab.decoding.model_free import PromptLookup, TokenRecycling

@@ -12,7 +12,7 @@ import pytest
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
-from peftlab.checkpoints.merge.run import merge_checkpoint
+from peftlab.checkpoints.merge import merge_checkpoint
 from peftlab.decoding.decode import StoppingCriteria, decode
 from peftlab.decoding.policies import Fixed
 from peftlab.drafting.export import export_draft

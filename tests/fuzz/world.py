@@ -117,7 +117,7 @@ def build(root: Path) -> World:
     peftlab.load_adapter(save, world.adapter("lora"))
     save_adapter(save, world.run / "adapter", base=str(world.base))
     (world.run / "recipe.yaml").write_text(json.dumps(_recipe(world)))
-    from peftlab.checkpoints.merge.run import merge_checkpoint
+    from peftlab.checkpoints.merge import merge_checkpoint
 
     merge_checkpoint(world.adapter("lora"), world.base, world.merge)
     (world.root / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in TEXTS[:3]))

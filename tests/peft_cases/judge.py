@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 import peftlab
-from peftlab.checkpoints.merge.run import merge_checkpoint
+from peftlab.checkpoints.merge import merge_checkpoint
 from peftlab.errors import PeftlabError
 from peftlab.methods.injection import trainable_parameters
 from tests.peft_cases.cases import Case

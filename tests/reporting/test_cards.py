@@ -15,10 +15,9 @@ from hypothesis import strategies as st
 from ruamel.yaml import YAML
 from run_directory import RECIPE, results
 
-from peftlab.checkpoints.merge.config import MergeOptions
-from peftlab.checkpoints.merge.run import merge_card
-from peftlab.checkpoints.merge.steps import MergeReport
-from peftlab.checkpoints.model_card import front_matter
+from peftlab.checkpoints.merge import front_matter, merge_card
+from peftlab.checkpoints.merge_plan import MergeOptions
+from peftlab.checkpoints.merge_steps import MergeReport
 from peftlab.reporting.cards import CardInfo, adapter_card, training
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 from run_directory import results
 
-from peftlab.checkpoints.merge.steps import MergeReport, TensorReport
+from peftlab.checkpoints.merge_steps import MergeReport, TensorReport
 from peftlab.reporting import console, facts
 
 PATH = "/a/very/long/path/" + "to/some/place/" * 8 + "recipe.yaml"

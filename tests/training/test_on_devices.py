@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from transformers import BertForSequenceClassification
 
 import peftlab
-from peftlab.checkpoints.merge.run import merge_checkpoint
+from peftlab.checkpoints.merge import merge_checkpoint
 from peftlab.hardware import resolve_device
 from peftlab.models.pretrained import load_base
 from peftlab.pipelines import resume

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from peftlab.checkpoints.adapter import load_adapter
-from peftlab.checkpoints.merge.config import MergeOptions
+from peftlab.checkpoints.merge_plan import MergeOptions
 from peftlab.checkpoints.quantised import nf4_values
 from peftlab.cli.app import app
 from peftlab.errors import PeftlabError

@@ -10,8 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from peftlab.checkpoints.merge.config import MergeOptions
-from peftlab.checkpoints.merge.plan import BaseAccounts, MergePlan, Target
+from peftlab.checkpoints.merge_plan import BaseAccounts, MergeOptions, MergePlan, Target
 from peftlab.checkpoints.quantised import compress, decompress, rows_per_step
 from peftlab.checkpoints.tensors import DTYPES, Copy, Job, OutputFile, Shard, copy_step
 from peftlab.errors import PeftlabError

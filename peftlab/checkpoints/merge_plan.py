@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from peftlab.checkpoints.adapter import Adapter, check_fit, fitted, in_model
-from peftlab.checkpoints.merge.config import MergeOptions
 from peftlab.checkpoints.peft_format import divided, new_names
 from peftlab.checkpoints.quantised import FP8, TrainingWeights, compressible
 from peftlab.checkpoints.tensors import DTYPES, NAMES, Shard, open_shards
@@ -28,6 +27,7 @@ from peftlab.methods.leaf import Adapted, addition
 from peftlab.methods.lora.embeddings import OwnCopy
 from peftlab.methods.merging import refuse_unfoldable
 from peftlab.models.architectures import inside
+from peftlab.models.config import Into
 from peftlab.models.empty import Bounded, Place, check_sizes, empty_model, places, tied_names
 from peftlab.models.plain import NoValues, PlainModel, plain_model
 from peftlab.models.pretrained import load_config
@@ -37,6 +37,58 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 _SUMMABLE = ("F16", "BF16", "F32", "F64")  # dtypes that a sum can be stored in; others are quantisation codes
+
+
+@dataclass(frozen=True)
+class Training:
+    """What a card says of the training behind a model.
+
+    Attributes:
+        name: title and model name. summary: what was trained on what, the end of the card's first sentence.
+        parts: Markdown blocks. data: front matter: task, data sets, results.
+    """
+
+    name: str
+    summary: str
+    parts: Sequence[str]
+    data: Mapping[str, object]
+
+
+@dataclass(frozen=True)
+class MergeOptions:
+    """Options of ``merge_checkpoint``; all have defaults.
+
+    Attributes:
+        dtype: of the merged weights; None: each keeps the dtype it is stored in.
+        fp64: compute product and sum in fp64 instead of fp32.
+        overwrite: replace the output if it is a model directory that peftlab wrote.
+        allow_nonfinite: write NaN and infinity where they arise.
+        into: what the update is added to where the base was quantised: ``dequantised``, the values that the model
+            computed with in training, or ``original``, the weights before they were quantised. None: dequantised
+            where the adapter says how its base was loaded, else the weights as they are stored.
+        trust_remote_code: run the model code in the base directory.
+        revision: git revision of a base on the hub; None: the one that the adapter names with that base.
+        lora_alpha: α of a loralib file, which does not contain it.
+        push_to_hub: id of a repository to upload the result to; a new one is private.
+        recipe: text to embed in the model card. training: what the card says of the adapter's training.
+    """
+
+    dtype: torch.dtype | None = None
+    fp64: bool = False
+    overwrite: bool = False
+    allow_nonfinite: bool = False
+    into: Into | None = None
+    trust_remote_code: bool = False
+    revision: str | None = None
+    lora_alpha: float | None = None
+    push_to_hub: str | None = None
+    recipe: str | None = None
+    training: Training | None = None
+
+    @property
+    def precision(self) -> torch.dtype:
+        """The dtype of product and sum."""
+        return torch.float64 if self.fp64 else torch.float32
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,13 @@ weights that the adapter does not change are copied byte for byte.
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from fnmatch import fnmatch
@@ -21,10 +22,8 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from peftlab.checkpoints.adapter import Adapter, adapter_of, load_model, read_adapter
-from peftlab.checkpoints.merge.config import MergeOptions
-from peftlab.checkpoints.merge.plan import MergePlan, plan_merge
-from peftlab.checkpoints.merge.steps import Figures, MergeReport, Steps
-from peftlab.checkpoints.model_card import code, fence, hub_id, model_card
+from peftlab.checkpoints.merge_plan import MergeOptions, MergePlan, plan_merge
+from peftlab.checkpoints.merge_steps import Figures, MergeReport, Steps
 from peftlab.checkpoints.quantised import quantization_config
 from peftlab.checkpoints.tensors import OutputFile, Shard, open_shards, run, write_tensors
 from peftlab.errors import PeftlabError
@@ -44,10 +43,10 @@ from peftlab.files import (
 from peftlab.methods.table import METHODS
 from peftlab.models.architectures import inside
 from peftlab.models.empty import check_directory, places
-from peftlab.models.finetuned import find_model, plain_directory, refuse_gated
+from peftlab.models.finetuned import base_directory, find_model, model_place, refuse_gated
 from peftlab.models.plain import PlainModel, decoder
 from peftlab.models.pretrained import load_config, load_tokenizer
-from peftlab.references import locate, snapshot, upload
+from peftlab.references import upload
 from peftlab.untyped import Attributes
 
 if TYPE_CHECKING:
@@ -237,7 +236,7 @@ def stored_base(reference: str, options: MergeOptions) -> tuple[Path | None, str
     """
     if find_model(reference).adapters:
         return None, f"{reference} is an adapter: it was folded into its own base model first"
-    place = _located(reference, revision=options.revision)
+    place = model_place(reference, revision=options.revision)
     if place.suffix == ".gguf":
         quantised = f"{place.name} is quantised (GGUF)"
     else:
@@ -266,23 +265,6 @@ def _is_plain(place: Path) -> bool:
     if known:
         check_directory(place)
     return bool(known)
-
-
-def base_directory(reference: str, what: str = "base model", *, revision: str | None = None) -> Path:
-    """Return the local directory of a model: a path, a package's, or the hub's snapshot.
-
-    Args:
-        what: the model's name in messages. revision: of a hub model.
-    """
-    place = _located(reference, what, revision=revision)
-    if not place.is_dir():
-        raise PeftlabError(f"{what} {reference!r}: {place} is a file; name the directory")
-    return place
-
-
-def _located(reference: str, what: str = "base model", *, revision: str | None = None) -> Path:
-    place = locate(plain_directory(reference), what)
-    return snapshot(place, what, revision=revision) if isinstance(place, str) else place
 
 
 def refuse_overlap(out: Path, base: Path) -> None:
@@ -314,7 +296,7 @@ def _save_plain(reference: str, adapter: Adapter, directory: Path, options: Merg
     # The original format of a quantised checkpoint would be the quantised one.
     model.save_pretrained(directory, save_original_format=not quantised)
     if not reference.endswith(".gguf"):
-        _add_unread(model, _located(reference, revision=options.revision), directory)
+        _add_unread(model, model_place(reference, revision=options.revision), directory)
     with suppress(PeftlabError):  # the base may have no tokenizer
         load_tokenizer(reference, revision=options.revision).save_pretrained(directory)
 
@@ -528,3 +510,90 @@ def _same_base(merged: Path, base: Path, changed: set[str]) -> None:
 
 def _by_key(shards: list[Shard]) -> dict[str, Shard]:
     return {key: shard for shard in shards for key in shard.entries}
+
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
+# What YAML 1.1 readers (the hub's Python client) and 1.2 readers alike read as a string without quotes.
+_PLAIN = re.compile(r"[A-Za-z][\w-]*([./][A-Za-z][\w-]*)*", re.ASCII)
+_NOT_A_STRING = frozenset({"y", "n", "yes", "no", "on", "off", "true", "false", "null"})
+
+
+def model_card(
+    data: Mapping[str, object], name: str, parts: Sequence[str], *, recipe: str | None, license_: str | None
+) -> str:
+    """Return a model card: metadata, title, ``parts``, recipe, and what the base model's licence means for the result.
+
+    Args:
+        data: the front matter; nulls are left out.
+        name: the model's name or directory. parts: Markdown blocks.
+        recipe: the resolved recipe's YAML. license_: of the base model, as its own card calls it.
+    """
+    blocks = [f"---\n{front_matter(data)}---", f"# {prose(name)}", *parts]
+    if recipe:
+        blocks.append(f"## Recipe\n\n{fence(recipe, 'yaml')}")
+    if license_:
+        blocks.append(
+            f"## Licence\n\nThe base model is licensed under {code(license_)}; "
+            "its terms apply to what is derived from it."
+        )
+    return "\n\n".join(blocks) + "\n"
+
+
+def hub_id(reference: str | None) -> str | None:
+    """Return ``reference`` if the hub would accept it as an id: it refuses cards that name local paths."""
+    named = reference and _HUB_ID.fullmatch(reference) and not Path(reference).exists()
+    return reference if named else None
+
+
+def front_matter(values: Mapping[str, object]) -> str:
+    """Return ``values`` as YAML that YAML 1.1 and 1.2 readers understand alike; nulls are left out."""
+    from ruamel.yaml import YAML
+
+    yaml = YAML()
+    yaml.width = 1 << 20
+    yaml.allow_unicode = False
+    buffer = io.StringIO()
+    yaml.dump(_quoted(values), buffer)
+    return buffer.getvalue()
+
+
+def _quoted(value: object) -> object:
+    from ruamel.yaml.scalarstring import DoubleQuotedScalarString
+
+    if isinstance(value, Mapping):
+        return {key: _quoted(inner) for key, inner in value.items() if inner is not None}
+    if isinstance(value, list):
+        return [_quoted(inner) for inner in value]
+    if isinstance(value, float):
+        return round(value, 4)
+    if isinstance(value, str) and (not _PLAIN.fullmatch(value) or value.lower() in _NOT_A_STRING):
+        return DoubleQuotedScalarString(value)
+    return value
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a Markdown table."""
+    lines = [header, ("---",) * len(header), *rows]
+    return "\n".join(f"| {' | '.join(prose(cell) for cell in line)} |" for line in lines)
+
+
+def prose(text: str) -> str:
+    """Return ``text`` on one line with what Markdown or HTML would interpret escaped."""
+    escaped = re.sub(r"([\\`*_\[\]|])", r"\\\1", " ".join(text.split()))
+    return escaped.replace("&", "&amp;").replace("<", "&lt;")
+
+
+def code(text: str) -> str:
+    """Return ``text`` as inline code, whatever backticks it contains."""
+    ticks = "`" * (_longest_run(text) + 1)
+    return f"{ticks}{text}{ticks}" if len(ticks) == 1 else f"{ticks} {text} {ticks}"
+
+
+def fence(text: str, language: str) -> str:
+    """Return ``text`` as a fenced block, whatever fences it contains."""
+    ticks = "`" * max(3, _longest_run(text) + 1)
+    return f"{ticks}{language}\n{text.rstrip()}\n{ticks}"
+
+
+def _longest_run(text: str) -> int:
+    return max((len(run) for run in re.findall("`+", text)), default=0)
