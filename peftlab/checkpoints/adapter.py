@@ -27,9 +27,9 @@ from peftlab.checkpoints.peft_format import (
     FACTORS,
     adapter_tensors,
     changed_embeddings,
-    divided,
     read_peft,
-    settled,
+    resolve_names,
+    split_embeddings,
     tied_twins,
     to_peft_config,
 )
@@ -123,7 +123,7 @@ def save_adapter(
             lacks a parameter.
     """
     with active_only(model, name), _with_values(model, state_dict):
-        config, tensors, header = _contents(model, base, revision, state_dict or {})
+        config, tensors, header = _files_of(model, base, revision, state_dict or {})
         with replacing(Path(directory) / WEIGHTS_FILE) as temporary:
             write_tensors(temporary, tensors, {"peftlab": header})
         write_json(Path(directory) / CONFIG_FILE, config)
@@ -136,18 +136,18 @@ def adapter_of(model: nn.Module, *, base: str | None = None) -> Adapter:
     Args:
         base: reference of the base model; default: where the model was loaded from.
     """
-    config, tensors, header = _contents(model, base, None, {})
-    return _parsed(config, tensors, {"peftlab": header}, Path(CONFIG_FILE), Path(WEIGHTS_FILE))
+    config, tensors, header = _files_of(model, base, None, {})
+    return _adapter_from(config, tensors, {"peftlab": header}, Path(CONFIG_FILE), Path(WEIGHTS_FILE))
 
 
-def _contents(
+def _files_of(
     model: nn.Module, base: str | None, revision: str | None, values: Mapping[str, Tensor]
 ) -> tuple[dict[str, Json], dict[str, Tensor], str]:
     """Return the active adapter's ``adapter_config.json``, its tensors by key, and the header of their file."""
     injection = injection_of(model)
     reference = base or loaded_from(model)
     resized = {name: values.get(name, parameter) for name, parameter in _resized(model, reference).items()}
-    tensors = {name: _whole(parameter) for name, parameter in (trainable_parameters(model) | resized).items()}
+    tensors = {name: _gathered(parameter) for name, parameter in (trainable_parameters(model) | resized).items()}
     on_meta = next((name for name, tensor in tensors.items() if tensor.is_meta), None)
     if on_meta:
         raise PeftlabError(f"{on_meta} is on the meta device and has no values to save")
@@ -158,7 +158,7 @@ def _contents(
     }
     if isinstance(injection.config, LoraConfig):
         config = to_peft_config(model, injection, reference)
-        tensors = {key: _whole(tensor) for key, tensor in adapter_tensors(model, injection, resized).items()}
+        tensors = {key: _gathered(tensor) for key, tensor in adapter_tensors(model, injection, resized).items()}
     else:
         config = {"library": "peftlab", **header}
     if revision is not None:
@@ -205,13 +205,28 @@ def read_adapter(source: str | Path, *, lora_alpha: float | None = None, allow_n
         PeftlabError: a file is missing or damaged, a key is unknown, a value has a wrong type, or a tensor is
             not floating-point or not finite.
     """
-    adapter = _read(Path(source), lora_alpha)
-    for name, tensor in adapter.tensors.items():
-        if tensor.dtype not in _TRAINED:
-            kind = str(tensor.dtype).removeprefix("torch.")
-            raise PeftlabError(f"{source}: {name} has {kind} values; trained weights are floating-point")
-    if not allow_nonfinite:
-        _refuse_nonfinite(adapter.tensors, Path(source))
+    path = Path(source)
+    if path.is_file():
+        adapter = Adapter(*read_loralib(path, lora_alpha))
+    else:
+        path = adapter_directory(path)
+        raw = read_config(path / CONFIG_FILE)
+        if is_adapterhub(raw):
+            adapter = Adapter(*read_adapterhub(path, raw))
+        else:
+            weights = path / WEIGHTS_FILE
+            if not weights.exists() and (path / PICKLE_FILE).exists():
+                weights = path / PICKLE_FILE
+            tensors, header = (read_pickle(weights), {}) if weights.suffix == ".bin" else read_tensors(weights)
+            adapter = _adapter_from(raw, tensors, header, path / CONFIG_FILE, weights)
+    with one_thread():
+        for name, tensor in adapter.tensors.items():
+            if tensor.dtype not in _TRAINED:
+                kind = str(tensor.dtype).removeprefix("torch.")
+                raise PeftlabError(f"{source}: {name} has {kind} values; trained weights are floating-point")
+            # A finite sum has finite terms, and is computed faster than isfinite().all().
+            if not allow_nonfinite and not tensor.sum().isfinite() and not tensor.isfinite().all():
+                raise PeftlabError(f"{source}: {name} contains NaN or infinity")
     return adapter
 
 
@@ -228,23 +243,7 @@ def adapter_directory(path: Path) -> Path:
     return path
 
 
-def _read(path: Path, lora_alpha: float | None) -> Adapter:
-    if path.is_file():
-        config, tensors = read_loralib(path, lora_alpha)
-        return Adapter(config, tensors)
-    path = adapter_directory(path)
-    raw = read_config(path / CONFIG_FILE)
-    if is_adapterhub(raw):
-        config, tensors = read_adapterhub(path, raw)
-        return Adapter(config, tensors)
-    weights = path / WEIGHTS_FILE
-    if not weights.exists() and (path / PICKLE_FILE).exists():
-        weights = path / PICKLE_FILE
-    tensors, header = (read_pickle(weights), {}) if weights.suffix == ".bin" else read_tensors(weights)
-    return _parsed(raw, tensors, header, path / CONFIG_FILE, weights)
-
-
-def _parsed(
+def _adapter_from(
     raw: dict[str, Json], tensors: dict[str, Tensor], header: Mapping[str, str], file: Path, weights: Path
 ) -> Adapter:
     """Return the adapter whose ``adapter_config.json`` ``file`` contains ``raw``, and ``weights`` the rest."""
@@ -256,7 +255,11 @@ def _parsed(
         theirs = read_peft(raw, tensors, file, weights)
         config, tensors, notes = _as_injected(theirs.config, entry, weights), theirs.tensors, theirs.notes
     else:
-        config = _our_config(raw, file)
+        method = raw.get("method")
+        if not isinstance(method, dict) or method.get("name") not in list(METHODS):
+            raise PeftlabError(f"{file}: neither a peft adapter (no peft_type) nor one of peftlab (no known method)")
+        with about(file):
+            config = make_config(member(method, "name", str, "method"), **method)
     if said := config.mismatch({name: tensor.shape for name, tensor in tensors.items()}):
         raise PeftlabError(f"{file} does not fit {weights.name}: {said}")
     keys = ("base_model_name_or_path", "task_type", "revision")
@@ -465,7 +468,7 @@ def load_adapter(
         PeftlabError: keys or shapes do not fit (both lists are given), or the base model is another one; the
             model is as it was.
     """
-    adapter, label = _for(model, source, lora_alpha)
+    adapter, label = _read_for(model, source, lora_alpha)
     before = loaded_adapters(model)
     wanted = DEFAULT if name is None else name
     if wanted not in before:
@@ -490,27 +493,27 @@ def reload_adapter(model: nn.Module, source: str | Path) -> None:
     Raises:
         PeftlabError: as ``load_adapter``, and if the adapter has other shapes; the model is as it was.
     """
-    adapter, label = _for(model, source, None)
-    _refill(model, adapter, source=label)
+    adapter, label = _read_for(model, source, None)
+    _fill_from(model, adapter, source=label)
 
 
-def _for(model: nn.Module, source: str | Path | Adapter, lora_alpha: float | None) -> tuple[Adapter, str]:
+def _read_for(model: nn.Module, source: str | Path | Adapter, lora_alpha: float | None) -> tuple[Adapter, str]:
     """Return the adapter at ``source`` as it is in ``model``, and what messages call it."""
     adapter = source if isinstance(source, Adapter) else read_adapter(source, lora_alpha=lora_alpha)
     label = "the adapter" if isinstance(source, Adapter) else str(source)
     if adapter.base:
-        _same_base(model, adapter.base, label)
+        _refuse_another_base(model, adapter.base, label)
     with without_adapters(model):
-        return in_model(model, adapter), label
+        return resolve_adapter(model, adapter), label
 
 
-def in_model(model: nn.Module, adapter: Adapter) -> Adapter:
-    """Return ``adapter`` with the configuration that it has in ``model``, a base model; see ``settled``."""
+def resolve_adapter(model: nn.Module, adapter: Adapter) -> Adapter:
+    """Return ``adapter`` with the configuration that it has in ``model``, a base model; see ``resolve_names``."""
     if not isinstance(adapter.config, LoraConfig):
         return adapter
     if not adapter.base:
         _refuse_partly_adapted(model, adapter)
-    config, tensors, notes = settled(model, adapter.config, adapter.tensors)
+    config, tensors, notes = resolve_names(model, adapter.config, adapter.tensors)
     return replace(adapter, config=config, tensors=tensors, notes=(*adapter.notes, *notes))
 
 
@@ -537,9 +540,11 @@ def _refuse_partly_adapted(model: nn.Module, adapter: Adapter) -> None:
             )
 
 
-def _refill(model: nn.Module, adapter: Adapter, *, source: str) -> tuple[str, ...]:
+def _fill_from(model: nn.Module, adapter: Adapter, *, source: str) -> tuple[str, ...]:
     """Give the active adapter another one's values and configuration; return notes."""
-    tensors, embeddings = divided(model, fitted(model, adapter.tensors, source=source), source=source)
+    tensors, embeddings = split_embeddings(
+        model, by_parameter_name(model, adapter.tensors, source=source), source=source
+    )
     check_fit(model, tensors, source=source)
     reconfigure(model, adapter.config)
     fill(model, tensors, source=source)
@@ -551,7 +556,7 @@ def _refill(model: nn.Module, adapter: Adapter, *, source: str) -> tuple[str, ..
 def _add(model: nn.Module, adapter: Adapter, name: str, source: str) -> tuple[str, ...]:
     inject(model, adapter.config, name=name)
     try:
-        return _refill(model, adapter, source=source)
+        return _fill_from(model, adapter, source=source)
     except BaseException:
         delete_adapter(model, name)
         raise
@@ -559,10 +564,10 @@ def _add(model: nn.Module, adapter: Adapter, name: str, source: str) -> tuple[st
 
 def _replace(model: nn.Module, adapter: Adapter, name: str, source: str) -> tuple[str, ...]:
     """Put ``adapter`` in the place of the active one, which is called ``name``; return notes."""
-    tensors, _ = divided(model, fitted(model, adapter.tensors, source=source), source=source)
+    tensors, _ = split_embeddings(model, by_parameter_name(model, adapter.tensors, source=source), source=source)
     parameters = trainable_parameters(model)
     if {key: tensor.shape for key, tensor in tensors.items()} == {key: p.shape for key, p in parameters.items()}:
-        return _refill(model, adapter, source=source)
+        return _fill_from(model, adapter, source=source)
     old = injection_of(model)
     old.name = ""  # which no other adapter can have
     try:
@@ -586,43 +591,27 @@ def _with_values(model: nn.Module, values: Mapping[str, Tensor] | None) -> Itera
         raise PeftlabError(f"state_dict has no {missing}")
     given = {name: nn.Parameter(values[name].detach()) for name in own}
     twins = tied_twins(model)
-    _put(model, given | {twin: given[name] for twin, name in twins.items()})
+    _set_parameters(model, given | {twin: given[name] for twin, name in twins.items()})
     try:
         yield
     finally:
-        _put(model, own | {twin: own[name] for twin, name in twins.items()})
+        _set_parameters(model, own | {twin: own[name] for twin, name in twins.items()})
 
 
-def _put(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
+def _set_parameters(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
     for name, parameter in parameters.items():
         owner, _, last = name.rpartition(".")
         model.get_submodule(owner)._parameters[last] = parameter
 
 
-def _whole(parameter: Tensor) -> Tensor:
+def _gathered(parameter: Tensor) -> Tensor:
     tensor = parameter.detach()
     if hasattr(tensor, "full_tensor"):  # sharded: a DTensor
         tensor = tensor.full_tensor()
     return tensor.cpu().contiguous() if not tensor.is_meta else tensor
 
 
-def _refuse_nonfinite(tensors: Mapping[str, Tensor], source: Path) -> None:
-    with one_thread():
-        for name, tensor in tensors.items():
-            # A finite sum has finite terms, and is computed faster than isfinite().all().
-            if tensor.is_floating_point() and not tensor.sum().isfinite() and not tensor.isfinite().all():
-                raise PeftlabError(f"{source}: {name} contains NaN or infinity")
-
-
-def _our_config(raw: Mapping[str, Json], path: Path) -> MethodConfig:
-    method = raw.get("method")
-    if not isinstance(method, dict) or method.get("name") not in list(METHODS):
-        raise PeftlabError(f"{path}: neither a peft adapter (no peft_type) nor one of peftlab (no known method)")
-    with about(path):
-        return make_config(member(method, "name", str, "method"), **method)
-
-
-def _same_base(model: nn.Module, base: Mapping[str, Json], source: str | Path) -> None:
+def _refuse_another_base(model: nn.Module, base: Mapping[str, Json], source: str | Path) -> None:
     here = describe(model)
     differ = [key for key in ("architecture", "model_type", "vocab_size") if base.get(key) != here[key]]
     if differ:
@@ -630,7 +619,7 @@ def _same_base(model: nn.Module, base: Mapping[str, Json], source: str | Path) -
         raise PeftlabError(f"{source} belongs to another base model:\n{lines}")
 
 
-def fitted(model: nn.Module, tensors: Mapping[str, Tensor], *, source: str) -> dict[str, Tensor]:
+def by_parameter_name(model: nn.Module, tensors: Mapping[str, Tensor], *, source: str) -> dict[str, Tensor]:
     """Return an adapter's tensors by the parameter names of the injected ``model``.
 
     A module trained whole may train its own copy of tied weights, and a file may contain a tied tensor under both
@@ -665,8 +654,8 @@ def check_fit(model: nn.Module, tensors: Mapping[str, Tensor], *, source: str) -
     if unused or unfilled:
         raise PeftlabError(
             f"{source} does not fit this model.\n"
-            f"  in the file, not in the model ({len(unused)}): {_some(unused, unfilled)}\n"
-            f"  in the model, not in the file ({len(unfilled)}): {_some(unfilled, unused)}"
+            f"  in the file, not in the model ({len(unused)}): {_listed(unused, unfilled)}\n"
+            f"  in the model, not in the file ({len(unfilled)}): {_listed(unfilled, unused)}"
         )
     for name, tensor in tensors.items():
         if tensor.shape != parameters[name].shape:
@@ -675,7 +664,7 @@ def check_fit(model: nn.Module, tensors: Mapping[str, Tensor], *, source: str) -
             )
 
 
-def _some(names: list[str], others: list[str], n: int = 5) -> str:
+def _listed(names: list[str], others: list[str], n: int = 5) -> str:
     if not names:
         return "none"
     shown = []

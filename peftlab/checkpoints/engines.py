@@ -60,6 +60,11 @@ _FUSED = frozenset(("qkv_proj", "o_proj", "gate_up_proj", "down_proj"))
 _EMBEDDINGS = frozenset(("embed_tokens", "lm_head"))
 
 
+def _causal(families: str, layers: frozenset[str]) -> dict[str, frozenset[str]]:
+    """Return ``layers`` for the language model class of each of several families, named with spaces between."""
+    return {f"{family}ForCausalLM": layers for family in families.split()}
+
+
 @dataclass(frozen=True)
 class Verdict:
     """Whether a program reads an adapter as it was trained, and why.
@@ -235,19 +240,11 @@ class Vllm(Engine):
     date = "2026-11-02"
     serve = "serve with --enable-lora --max-lora-rank {rank}"
     layers: ClassVar[Mapping[str, frozenset[str]]] = {
-        "LlamaForCausalLM": _LLAMA | _EMBEDDINGS,
-        "MistralForCausalLM": _LLAMA,
-        "Qwen2ForCausalLM": _LLAMA,
-        "Qwen3ForCausalLM": _LLAMA | _EMBEDDINGS,
-        "GemmaForCausalLM": _LLAMA,
-        "Gemma2ForCausalLM": _LLAMA,
-        "Gemma3ForCausalLM": _LLAMA,
-        "GraniteForCausalLM": _LLAMA | _EMBEDDINGS,
-        "Phi3ForCausalLM": _FUSED,
-        "Qwen2MoeForCausalLM": _ATTENTION,
-        "Qwen3MoeForCausalLM": _ATTENTION | _EMBEDDINGS,
-        "MixtralForCausalLM": _ATTENTION | _EMBEDDINGS,
-        "GptOssForCausalLM": _ATTENTION,
+        **_causal("Llama Qwen3 Granite", _LLAMA | _EMBEDDINGS),
+        **_causal("Mistral Qwen2 Gemma Gemma2 Gemma3", _LLAMA),
+        **_causal("Phi3", _FUSED),
+        **_causal("Qwen2Moe GptOss", _ATTENTION),
+        **_causal("Qwen3Moe Mixtral", _ATTENTION | _EMBEDDINGS),
     }
     mixtures = ("Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM", "MixtralForCausalLM", "GptOssForCausalLM")
     fused_experts = ("GptOssForCausalLM",)  # read peft's factors of all experts in one tensor without further settings
@@ -325,15 +322,8 @@ class SGLang(Engine):
     date = "2026-10-30"
     serve = "serve with --enable-lora --lora-paths NAME=DIR"
     layers: ClassVar[Mapping[str, frozenset[str]]] = {
-        "LlamaForCausalLM": _LLAMA | _EMBEDDINGS,
-        "MistralForCausalLM": _LLAMA | _EMBEDDINGS,
-        "Qwen2ForCausalLM": _LLAMA | _EMBEDDINGS,
-        "Qwen3ForCausalLM": _LLAMA | _EMBEDDINGS,
-        "GemmaForCausalLM": _LLAMA,
-        "Gemma2ForCausalLM": _LLAMA,
-        "Gemma3ForCausalLM": _LLAMA,
-        "GraniteForCausalLM": _LLAMA,
-        "Qwen3MoeForCausalLM": _LLAMA,
+        **_causal("Llama Mistral Qwen2 Qwen3", _LLAMA | _EMBEDDINGS),
+        **_causal("Gemma Gemma2 Gemma3 Granite Qwen3Moe", _LLAMA),
     }
     ignored = ("lora_bias", "alora_invocation_tokens", "layer_replication", "use_bdlora", "use_qalora")
     # A projection is read only with these others of the same layer: they share one matrix in the engine.
@@ -396,19 +386,8 @@ class LlamaCpp(Engine):
     date = "2026-10-01"
     serve = "convert with convert_lora_to_gguf.py, then --lora FILE"
     layers: ClassVar[Mapping[str, frozenset[str]]] = {
-        "LlamaForCausalLM": _LLAMA,
-        "MistralForCausalLM": _LLAMA,
-        "Qwen2ForCausalLM": _LLAMA,
-        "Qwen3ForCausalLM": _LLAMA,
-        "GemmaForCausalLM": _LLAMA,
-        "Gemma2ForCausalLM": _LLAMA,
-        "Gemma3ForCausalLM": _LLAMA,
-        "GraniteForCausalLM": _LLAMA,
-        "SmolLM3ForCausalLM": _LLAMA,
-        "Phi3ForCausalLM": _FUSED,
-        "MixtralForCausalLM": _LLAMA,
-        "Qwen2MoeForCausalLM": _LLAMA,
-        "Qwen3MoeForCausalLM": _LLAMA,
+        **_causal("Llama Mistral Qwen2 Qwen3 Gemma Gemma2 Gemma3 Granite SmolLM3 Mixtral Qwen2Moe Qwen3Moe", _LLAMA),
+        **_causal("Phi3", _FUSED),
     }
     without_head = ("GemmaForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM")  # their output layer is left out
     ignored = ("lora_bias", "layer_replication", "use_bdlora", "use_qalora")
@@ -455,12 +434,9 @@ class Lorax(Engine):
     date = "2026-05-28"
     serve = "pass the directory as adapter_id with adapter_source=local"
     layers: ClassVar[Mapping[str, frozenset[str]]] = {
-        "LlamaForCausalLM": _LLAMA | {"lm_head"},
-        "MistralForCausalLM": _LLAMA | {"lm_head"},
-        "Qwen2ForCausalLM": _LLAMA | {"lm_head"},
-        "GemmaForCausalLM": _LLAMA,
-        "Gemma2ForCausalLM": _LLAMA,
-        "Phi3ForCausalLM": _FUSED,
+        **_causal("Llama Mistral Qwen2", _LLAMA | {"lm_head"}),
+        **_causal("Gemma Gemma2", _LLAMA),
+        **_causal("Phi3", _FUSED),
     }
     ignored = ("use_dora", "lora_bias", "alora_invocation_tokens", "layer_replication")
     reads_embeddings = False

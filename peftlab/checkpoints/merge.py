@@ -25,11 +25,10 @@ from peftlab.checkpoints.adapter import Adapter, adapter_of, load_model, read_ad
 from peftlab.checkpoints.merge_plan import MergeOptions, MergePlan, plan_merge
 from peftlab.checkpoints.merge_steps import Figures, MergeReport, Steps
 from peftlab.checkpoints.quantised import quantization_config
-from peftlab.checkpoints.tensors import OutputFile, Shard, open_shards, run, write_tensors
+from peftlab.checkpoints.tensors import OutputFile, open_shards, run, write_tensors
 from peftlab.errors import PeftlabError
 from peftlab.files import (
     MARK,
-    Json,
     contains,
     member,
     read_object,
@@ -87,9 +86,50 @@ def merge_checkpoint(
         raise PeftlabError(f"{name} names no base model; pass one (--base)")
     if options.revision is None and reference == read.base_reference:
         options = replace(options, revision=read.revision)
-    report = _merge(read, place, name, reference, Path(out), options)
+    out, started = Path(out), time.perf_counter()
+    with _plain_base(reference, read, out, options) as (directory, notes):
+        refuse_overlap(out, directory)
+        # The copy of a GGUF file is what would be quantised on loading; that of a quantised checkpoint is the result.
+        dequantised = bool(notes) and not reference.endswith(".gguf")
+        plan = plan_merge(read, directory, options, source=name, dequantised=dequantised)
+        accounts = plan.accounts()
+        into = "original" if read.base.get("format") else None  # of a base that was quantised on disk or in training
+        into = "dequantised" if plan.trained is not None or dequantised else into
+        inputs = {"the base model": directory, "the adapter": place}
+        try:
+            with staged_directory(out, "model", overwrite=options.overwrite, inputs=inputs) as staging:
+                figures = Figures()
+                total_bytes = _write_weights(plan, staging, figures, options)
+                report = MergeReport(
+                    out=str(out),
+                    adapter=name,
+                    base=reference,
+                    revision=options.revision,
+                    architecture=type(plan.model).__name__,
+                    method=read.config.name,
+                    dtype=plan.dtype if plan.plain is None else "float8_e4m3fn",
+                    tensors=sorted(figures.tensors, key=lambda row: row.name),
+                    copied=figures.copied,
+                    dropped=plan.dropped,
+                    underflow=figures.underflow,
+                    overflow=figures.overflow,
+                    notes=[*plan.notes, *notes, *figures.notes(), *copy_side_files(directory, place, staging)],
+                    warnings=figures.warnings(),
+                    total_bytes=total_bytes,
+                    seconds=time.perf_counter() - started,
+                    into=into,
+                    survived=figures.survived,
+                    kept=figures.kept,
+                    ignored=plan.ignored,
+                    accounts=accounts,
+                )
+                write_model_config(plan, staging)
+                write_text(staging / "README.md", merge_card(report, directory, staging, options))
+                write_json(staging / "merge.json", report)
+        finally:
+            plan.close()
     if options.push_to_hub:
-        upload(Path(out), options.push_to_hub)
+        upload(out, options.push_to_hub)
     return report
 
 
@@ -106,7 +146,7 @@ def check_merge(model: nn.Module, base: str, out: str | Path, options: MergeOpti
     """
     adapter = adapter_of(model, base=base)
     _refuse_without_fold(adapter, "the adapter")
-    directory, _ = stored_base(base, options)
+    directory, _ = _stored_base(base, options)
     if directory is not None:
         refuse_overlap(Path(out), directory)
         plan_merge(adapter, directory, options, source="the adapter").close()
@@ -120,60 +160,6 @@ def _refuse_without_fold(adapter: Adapter, name: str) -> None:
         )
 
 
-def _merge(
-    adapter: Adapter, place: Path | None, name: str, reference: str, out: Path, options: MergeOptions
-) -> MergeReport:
-    """Merge ``adapter``, which was read from ``place`` and is called ``name``, into ``reference``."""
-    started = time.perf_counter()
-    with plain_base(reference, adapter, out, options) as (directory, notes):
-        refuse_overlap(out, directory)
-        # The copy of a GGUF file is what would be quantised on loading; that of a quantised checkpoint is the result.
-        dequantised = bool(notes) and not reference.endswith(".gguf")
-        plan = plan_merge(adapter, directory, options, source=name, dequantised=dequantised)
-        accounts = plan.accounts()
-        inputs = {"the base model": directory, "the adapter": place}
-        try:
-            with staged_directory(out, "model", overwrite=options.overwrite, inputs=inputs) as staging:
-                figures = Figures()
-                total_bytes = _write_weights(plan, staging, figures, options)
-                report = MergeReport(
-                    out=str(out),
-                    adapter=name,
-                    base=reference,
-                    revision=options.revision,
-                    architecture=type(plan.model).__name__,
-                    method=adapter.config.name,
-                    dtype=plan.dtype if plan.plain is None else "float8_e4m3fn",
-                    tensors=sorted(figures.tensors, key=lambda row: row.name),
-                    copied=figures.copied,
-                    dropped=plan.dropped,
-                    underflow=figures.underflow,
-                    overflow=figures.overflow,
-                    notes=[*plan.notes, *notes, *figures.notes(), *copy_side_files(directory, place, staging)],
-                    warnings=figures.warnings(),
-                    total_bytes=total_bytes,
-                    seconds=time.perf_counter() - started,
-                    into=_into(plan, adapter, dequantised=dequantised),
-                    survived=figures.survived,
-                    kept=figures.kept,
-                    ignored=plan.ignored,
-                    accounts=accounts,
-                )
-                write_model_config(plan, staging)
-                write_text(staging / "README.md", merge_card(report, directory, staging, options))
-                write_json(staging / "merge.json", report)
-        finally:
-            plan.close()
-    return report
-
-
-def _into(plan: MergePlan, adapter: Adapter, *, dequantised: bool) -> str | None:
-    """Return what the update was added to, if the base is quantised on disk or was in training."""
-    if plan.trained is not None or dequantised:
-        return "dequantised"
-    return "original" if adapter.base.get("format") else None
-
-
 def _write_weights(plan: MergePlan, staging: Path, figures: Figures, options: MergeOptions) -> int:
     """Write all merged files and, if there are several, their index; return the size of all weights in bytes."""
     outputs: list[OutputFile] = []
@@ -181,30 +167,26 @@ def _write_weights(plan: MergePlan, staging: Path, figures: Figures, options: Me
         for name, targets in plan.files.items():
             outputs.append(OutputFile(staging / name, {t.key: (t.dtype, t.shape) for t in targets}))
         where = {key: output for output in outputs for key in output.entries}
-        largest = max(entry.nbytes for output in outputs for entry in output.entries.values())
+        largest = max(output.entries[key].nbytes for key, output in where.items())
         run(Steps(plan, where, figures, options), budget=2 * largest)
     finally:
         for output in outputs:
             output.close()
-    total = sum(entry.nbytes for output in outputs for entry in output.entries.values())
+    total = sum(output.entries[key].nbytes for key, output in where.items())
     if len(outputs) > 1:
-        _write_index(plan, staging, where, total)
+        parameters = {name for name, _ in plan.model.named_parameters(remove_duplicate=False)}
+        keys = [target.key for targets in plan.files.values() for target in targets if target.name in parameters]
+        count = sum(where[key].entries[key].numel for key in keys)
+        index = {
+            "metadata": {"total_parameters": count, "total_size": total},
+            "weight_map": {key: output.path.name for key, output in where.items()},
+        }
+        write_text(staging / "model.safetensors.index.json", json.dumps(index, indent=2, sort_keys=True) + "\n")
     return total
 
 
-def _write_index(plan: MergePlan, staging: Path, where: dict[str, OutputFile], total_bytes: int) -> None:
-    parameters = {name for name, _ in plan.model.named_parameters(remove_duplicate=False)}
-    targets = [target for targets in plan.files.values() for target in targets if target.name in parameters]
-    count = sum(where[target.key].entries[target.key].numel for target in targets)
-    index = {
-        "metadata": {"total_parameters": count, "total_size": total_bytes},
-        "weight_map": {key: output.path.name for key, output in where.items()},
-    }
-    write_text(staging / "model.safetensors.index.json", json.dumps(index, indent=2, sort_keys=True) + "\n")
-
-
 @contextmanager
-def plain_base(reference: str, adapter: Adapter, out: Path, options: MergeOptions) -> Iterator[tuple[Path, list[str]]]:
+def _plain_base(reference: str, adapter: Adapter, out: Path, options: MergeOptions) -> Iterator[tuple[Path, list[str]]]:
     """Yield the local directory of a base model with plain weights, and notes on how they were obtained.
 
     A base that is itself an adapter (``models.finetuned``) is merged into its own base beside ``out`` for the duration
@@ -214,7 +196,7 @@ def plain_base(reference: str, adapter: Adapter, out: Path, options: MergeOption
     Raises:
         PeftlabError: the base does not exist, or it is quantised and the update is to go into the original.
     """
-    place, why = stored_base(reference, options)
+    place, why = _stored_base(reference, options)
     if place is not None:
         yield place, []
         return
@@ -228,11 +210,11 @@ def plain_base(reference: str, adapter: Adapter, out: Path, options: MergeOption
         yield directory, [why]
 
 
-def stored_base(reference: str, options: MergeOptions) -> tuple[Path | None, str]:
+def _stored_base(reference: str, options: MergeOptions) -> tuple[Path | None, str]:
     """Return the local directory of a base model's plain weights; or None, and what has to be done to get them.
 
     Raises:
-        PeftlabError: as ``plain_base``.
+        PeftlabError: as ``_plain_base``.
     """
     if find_model(reference).adapters:
         return None, f"{reference} is an adapter: it was folded into its own base model first"
@@ -243,8 +225,8 @@ def stored_base(reference: str, options: MergeOptions) -> tuple[Path | None, str
         if not place.is_dir():
             raise PeftlabError(f"base model {reference!r}: {place} is a file; name the directory or a .gguf file")
         plain = _is_plain(place)
-        told: Attributes = {"revision": options.revision, "trust_remote_code": options.trust_remote_code}
-        method = "" if plain else quantisation(load_config(reference, **told))
+        loading: Attributes = {"revision": options.revision, "trust_remote_code": options.trust_remote_code}
+        method = "" if plain else quantisation(load_config(reference, **loading))
         if not method:
             return place, ""
         if options.into == "original":
@@ -285,8 +267,8 @@ def quantisation(config: object) -> str:
 def _save_plain(reference: str, adapter: Adapter, directory: Path, options: MergeOptions) -> None:
     """Write a quantised model's weights as fp32, and the tensors beside them that its class does not read."""
     architecture = str(adapter.base.get("architecture") or "AutoModelForCausalLM")
-    told: Attributes = {"trust_remote_code": True} if options.trust_remote_code else {}
-    model, _ = load_model(reference, architecture, revision=options.revision, **told)
+    loading: Attributes = {"trust_remote_code": True} if options.trust_remote_code else {}
+    model, _ = load_model(reference, architecture, revision=options.revision, **loading)
     quantised = getattr(model.config, "quantization_config", None) is not None
     if quantised:
         try:
@@ -469,29 +451,26 @@ def unmerge_checkpoint(
     merged, out = Path(merged), Path(out)
     report = merged / "merge.json"
     values = read_object(report)
-    changed = {member(row, "name", str, report) for row in _objects(member(values, "tensors", list, report), report)}
-    changed |= set(member(values, "dropped", dict, report))
+    rows = member(values, "tensors", list, report)
+    objects = [row for row in rows if isinstance(row, dict)]
+    if len(objects) < len(rows):
+        raise PeftlabError(f"{report}: tensors must be a list of objects")
+    changed = {member(row, "name", str, report) for row in objects} | set(member(values, "dropped", dict, report))
     named = member(values, "base", str, report)
     revision = values.get("revision") if base in (None, named) else None
     directory = base_directory(str(base or named), revision=revision if isinstance(revision, str) else None)
     for place in (merged, directory):
         refuse_overlap(out, place)
-    _same_base(merged, directory, changed)
+    _refuse_another_base(merged, directory, changed)
     inputs = {"the merged model": merged, "the base model": directory}
     with staged_directory(out, "model", overwrite=overwrite, inputs=inputs) as staging:
         shutil.copytree(directory, staging, dirs_exist_ok=True, ignore=lambda place, names: {MARK} & set(names))
     return out
 
 
-def _objects(rows: list[Json], path: Path) -> list[dict[str, Json]]:
-    objects = [row for row in rows if isinstance(row, dict)]
-    if len(objects) < len(rows):
-        raise PeftlabError(f"{path}: tensors must be a list of objects")
-    return objects
-
-
-def _same_base(merged: Path, base: Path, changed: set[str]) -> None:
-    ours, theirs = _by_key(open_shards(merged)), _by_key(open_shards(base))
+def _refuse_another_base(merged: Path, base: Path, changed: set[str]) -> None:
+    """Raise ``PeftlabError`` unless what a merge did not change (all but ``changed``) has the base's values."""
+    ours, theirs = ({key: shard for shard in open_shards(place) for key in shard.entries} for place in (merged, base))
     compared = 0
     for key, shard in theirs.items():
         if key in changed:
@@ -506,10 +485,6 @@ def _same_base(merged: Path, base: Path, changed: set[str]) -> None:
         compared += mine.dtype == yours.dtype
     if not compared and not changed & ours.keys():
         raise PeftlabError(f"{merged} was not made of {base}: they have no weights in common")
-
-
-def _by_key(shards: list[Shard]) -> dict[str, Shard]:
-    return {key: shard for shard in shards for key in shard.entries}
 
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)

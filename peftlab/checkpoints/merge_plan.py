@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from peftlab.checkpoints.adapter import Adapter, check_fit, fitted, in_model
-from peftlab.checkpoints.peft_format import divided, new_names
+from peftlab.checkpoints.adapter import Adapter, by_parameter_name, check_fit, resolve_adapter
+from peftlab.checkpoints.peft_format import new_names, split_embeddings
 from peftlab.checkpoints.quantised import FP8, TrainingWeights, compressible
 from peftlab.checkpoints.tensors import DTYPES, NAMES, Shard, open_shards
 from peftlab.errors import PeftlabError, did_you_mean, reason
@@ -212,14 +212,14 @@ def plan_merge(
     plain = plain_task_model(adapter, directory, shards, options)
     if plain is not None:
         with suppress(PeftlabError):  # what does not fit is told by the names of the class itself
-            return _planned(plain, adapter, shards, options, source, dequantised)
+            return _build_plan(plain, adapter, shards, options, source, dequantised)
     model = task_model(adapter, directory, source=source, trust_remote_code=options.trust_remote_code)
     config = load_config(str(directory), trust_remote_code=options.trust_remote_code)
     composite = config if type(model.config) in config.sub_configs.values() else None
-    return _planned(model, adapter, shards, options, source, dequantised, composite)
+    return _build_plan(model, adapter, shards, options, source, dequantised, composite)
 
 
-def _planned(
+def _build_plan(
     model: PreTrainedModel,
     adapter: Adapter,
     shards: list[Shard],
@@ -231,9 +231,9 @@ def _planned(
     fp8 = options.dtype == FP8
     stored = None if fp8 else options.dtype
     weights, plain = _compressible(model) if fp8 else (set(), None)
-    found = _placed(model, shards)
+    found = _find_places(model, shards)
     notes = _untie_what_differs(model, shards, found)
-    adapter = in_model(model, adapter)
+    adapter = resolve_adapter(model, adapter)
     tied: dict[int, list[str]] = defaultdict(list)  # all names of each parameter
     for name, parameter in model.named_parameters(remove_duplicate=False):
         tied[id(parameter)].append(name)
@@ -248,8 +248,12 @@ def _planned(
             composite = None
     with NoValues():
         inject(model, adapter.config)
-    values = _values(model, adapter, source)
+    # An embedding that peft saved beside the adapter replaces the base's parameter in all modules that share it; all
+    # other tensors are the trained parameters of the method, one to one.
+    trained, saved = split_embeddings(model, by_parameter_name(model, adapter.tensors, source=source), source=source)
+    check_fit(model, trained, source=source)
     parameters = dict(model.named_parameters(remove_duplicate=False))
+    values = {id(parameters[name]): tensor for name, tensor in (saved | trained).items()}
     given = {}  # a module that trains a copy of its own has that copy's value
     for name in known:
         owner, _, last = name.rpartition(".")
@@ -263,11 +267,11 @@ def _planned(
     )
     plan.notes += [*adapter.notes, *notes]
     if not dequantised:
-        _restore_training(plan, found, options, source)
+        _add_to_training_weights(plan, found, options, source)
     _refuse_codes(plan, found)
     extra = _write_tied(plan, found, groups)
     _refuse_missing(plan, known, found, extra, groups)
-    rest = _unplaced(plan, found, options)
+    rest = _find_other_places(plan, found, options)
     for shard in shards:
         where = {key: place for key in shard.entries if (place := found.get(key) or rest.get(key))}
         if where:
@@ -278,7 +282,7 @@ def _planned(
     return plan
 
 
-def _placed(model: PreTrainedModel, shards: list[Shard]) -> dict[str, Place]:
+def _find_places(model: PreTrainedModel, shards: list[Shard]) -> dict[str, Place]:
     """Return the place in the model of each base key that it has a parameter for: each parameter has one key.
 
     Raises:
@@ -336,7 +340,7 @@ def _folded(model: PreTrainedModel) -> dict[str, str]:
     }
 
 
-def _restore_training(plan: MergePlan, found: dict[str, Place], options: MergeOptions, source: str) -> None:
+def _add_to_training_weights(plan: MergePlan, found: dict[str, Place], options: MergeOptions, source: str) -> None:
     """Let the update be added to the values that a base had which was quantised when it was loaded."""
     if options.into == "dequantised" and not plan.adapter.base:
         raise PeftlabError(
@@ -384,18 +388,6 @@ def _in_fp8(targets: list[Target], weights: set[str]) -> Iterator[Target]:
         scale = f"{target.key}_scale"
         yield replace(target, dtype=NAMES[FP8], scale=scale)
         yield Target(scale, f"{target.name}_scale", "F32", (target.shape[0], 1))
-
-
-def _values(model: PreTrainedModel, adapter: Adapter, source: str) -> dict[int, Tensor]:
-    """Return the adapter's tensors by the identity of the parameters that they are the values of.
-
-    What peft saved beside the adapter (embeddings) replaces the base's parameter, in all modules that share it; all
-    other tensors are checked to be the trained parameters of the method, one to one.
-    """
-    trained, saved = divided(model, fitted(model, adapter.tensors, source=source), source=source)
-    check_fit(model, trained, source=source)
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    return {id(parameters[name]): tensor for name, tensor in (saved | trained).items()}
 
 
 def _check_shapes(plan: MergePlan, known: dict[str, torch.Size]) -> None:
@@ -478,7 +470,7 @@ def _merged_value(plan: MergePlan, name: str) -> tuple[object, ...]:
     return start, addition(leaf), name.removeprefix(f"{plan.folded[name]}.")
 
 
-def _unplaced(plan: MergePlan, found: dict[str, Place], options: MergeOptions) -> dict[str, Place]:
+def _find_other_places(plan: MergePlan, found: dict[str, Place], options: MergeOptions) -> dict[str, Place]:
     """Return the places of base keys that the task model has no parameter for: they are copied as they are.
 
     Such are layers that predict further tokens, the vision tower beside a text model, buffers: what the class ignores
@@ -489,8 +481,13 @@ def _unplaced(plan: MergePlan, found: dict[str, Place], options: MergeOptions) -
     rest = [key for shard in plan.shards for key in shard.entries if key not in found and key not in plan.dropped]
     if not rest:
         return {}
+    from transformers import PreTrainedModel
+
     directory = plan.shards[0].path.parent
-    own = _own_class(directory, options)
+    config = load_config(str(directory), trust_remote_code=options.trust_remote_code)
+    own = None  # the model of the class that the base's configuration names, if it can be made
+    with suppress(PeftlabError):
+        own = empty_model((config.architectures or [""])[0], config, directory, options.trust_remote_code)
     where: dict[str, Place] = {}
     prefix = f"{plan.model.base_model_prefix}."
     heads: list[str] = []
@@ -499,7 +496,9 @@ def _unplaced(plan: MergePlan, found: dict[str, Place], options: MergeOptions) -
         body = own.base_model_prefix
         if isinstance(own._modules.get(body), nn.Module):
             # A head is what the class adds to its body; a tower or a codec beside it is a model by itself, and stays.
-            heads = [name for name, child in own.named_children() if name != body and not _has_models(child)]
+            for name, child in own.named_children():
+                if name != body and not any(isinstance(inner, PreTrainedModel) for inner in child.modules()):
+                    heads.append(name)
         elif any(place.key == prefix + key for key, place in found.items()):  # of the bare body, whose name is added
             in_body = {key for key, place in places(own, rest).items() if place is not None}
     for key in rest:
@@ -517,21 +516,6 @@ def _unplaced(plan: MergePlan, found: dict[str, Place], options: MergeOptions) -
         left = [key for key in rest if key in plan.dropped]
         plan.notes.append(f"{len(left)} tensors were left out: the head of {type(own).__name__} ({_summary(left)})")
     return where
-
-
-def _has_models(module: nn.Module) -> bool:
-    from transformers import PreTrainedModel
-
-    return any(isinstance(inner, PreTrainedModel) for inner in module.modules())
-
-
-def _own_class(directory: Path, options: MergeOptions) -> PreTrainedModel | None:
-    """Return the empty model of the class that the base's configuration names; None where it cannot be made."""
-    config = load_config(str(directory), trust_remote_code=options.trust_remote_code)
-    try:
-        return empty_model((config.architectures or [""])[0], config, directory, options.trust_remote_code)
-    except PeftlabError:
-        return None
 
 
 def _summary(keys: Iterable[str]) -> str:
@@ -604,7 +588,9 @@ def plain_task_model(
     except (PeftlabError, OSError):
         return None  # making the model by its class says what is wrong
     stored = {key: tuple(entry.shape) for shard in shards for key, entry in shard.entries.items()}
-    return model if model is not None and _shapes(model) == stored else None
+    # Of two tied parameters the first is stored.
+    known = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()} if model is not None else {}
+    return model if known == stored else None
 
 
 def _factors_of_layers(adapter: Adapter) -> bool:
@@ -623,11 +609,6 @@ def _trained(adapter: Adapter, base: Mapping[str, Json]) -> dict[str, Json]:
     if not isinstance(trained, dict) or not same or base.get("auto_map"):
         return {}
     return {**trained, "architectures": [adapter.base.get("architecture")]}
-
-
-def _shapes(model: PlainModel) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the stored parameters: of two tied ones the first."""
-    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
 
 _ADDED = re.compile(r"\.base_layer|[._]lora_\w+$|\.token_rows$")

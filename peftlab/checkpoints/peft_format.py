@@ -68,7 +68,7 @@ def read_peft(raw: Mapping[str, object], tensors: Mapping[str, Tensor], path: Pa
         PeftlabError: another peft type; an active option or a start that this reader does not know; a value of a
             wrong type; a key of an unknown form, or two keys that mean one parameter and differ.
     """
-    config, notes = _config(raw, path)
+    config, notes = _read_config(raw, path)
     left_out = [".original_module.", *(mark for key, mark in _TRAINING.items() if raw.get(key))]
     kept = {key: tensor for key, tensor in tensors.items() if not any(mark in key for mark in left_out)}
     plain = {_plain_name(key, weights): tensor for key, tensor in kept.items()}
@@ -79,7 +79,7 @@ def read_peft(raw: Mapping[str, object], tensors: Mapping[str, Tensor], path: Pa
         if new in named and not torch.equal(named[new], tensor):
             raise PeftlabError(f"{weights}: two keys have different values for {new}")
         named[new] = tensor
-    fitted = _fitted(config, named, matrices)
+    fitted = _in_our_terms(config, named, matrices)
     lost = {**config.rank_pattern, **config.alpha_pattern}.keys() - {
         **fitted.rank_pattern,
         **fitted.alpha_pattern,
@@ -118,7 +118,7 @@ def _transposed(tensors: Mapping[str, Tensor]) -> list[str]:
     ]
 
 
-def _config(raw: Mapping[str, object], path: Path) -> tuple[LoraConfig, tuple[str, ...]]:
+def _read_config(raw: Mapping[str, object], path: Path) -> tuple[LoraConfig, tuple[str, ...]]:
     """Return the configuration as it is written, and notes."""
     if raw["peft_type"] != "LORA":
         raise PeftlabError(f"{path}: peft_type {raw['peft_type']!r} is not supported; LORA is")
@@ -131,7 +131,7 @@ def _config(raw: Mapping[str, object], path: Path) -> tuple[LoraConfig, tuple[st
     if unknown:
         hint = did_you_mean(unknown[0], fields)
         raise PeftlabError(f"{path}: {unknown[0]}={_shown(raw[unknown[0]])} is not supported{hint}")
-    start, notes = _start(raw.get("init_lora_weights", True), path)
+    start, notes = _read_start(raw.get("init_lora_weights", True), path)
     notes += tuple(
         f"{path}: {key} says how the adapter was trained; it is plain LoRA, and trains on as such"
         for key in _TRAINING
@@ -153,7 +153,7 @@ def _config(raw: Mapping[str, object], path: Path) -> tuple[LoraConfig, tuple[st
         raise PeftlabError(f"{path}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
 
 
-def _start(value: object, path: Path) -> tuple[bool | str, tuple[str, ...]]:
+def _read_start(value: object, path: Path) -> tuple[bool | str, tuple[str, ...]]:
     """Return our value of ``init_lora_weights``, which names the part of the base to subtract, if any, and notes."""
     name = value.lower() if isinstance(value, str) else value
     if name == "mica":
@@ -230,7 +230,7 @@ def _experts(module: str, config: LoraConfig) -> bool:
     return not any(has_suffix(module, target) for target in targets)
 
 
-def _fitted(config: LoraConfig, tensors: Mapping[str, Tensor], matrices: set[str]) -> LoraConfig:
+def _in_our_terms(config: LoraConfig, tensors: Mapping[str, Tensor], matrices: set[str]) -> LoraConfig:
     """Return the configuration in our terms.
 
     Of the patterns only those that match something are kept. Matrices that target_parameters names, and modules
@@ -243,8 +243,8 @@ def _fitted(config: LoraConfig, tensors: Mapping[str, Tensor], matrices: set[str
     experts = {name.rpartition("_lora_")[0] for name in tensors if re.search(r"_lora_[AB]$", name)}
     adapted = [*modules, *(e for e in experts if e), *(f"{module}.weight" for module in matrices)]
     changes: dict[str, object] = {
-        "rank_pattern": _matched(config.rank_pattern, adapted),
-        "alpha_pattern": _matched(config.alpha_pattern, adapted),
+        "rank_pattern": _matching_patterns(config.rank_pattern, adapted),
+        "alpha_pattern": _matching_patterns(config.alpha_pattern, adapted),
     }
     in_layers = config.layers_to_transform is not None  # whatever peft took for the number of a layer
     if matrices or config.ensure_weight_tying or in_layers or (config.target_modules is None and modules):
@@ -263,7 +263,7 @@ def _fitted(config: LoraConfig, tensors: Mapping[str, Tensor], matrices: set[str
     return config.model_copy(update=changes)
 
 
-def _matched(patterns: Mapping[str, float], names: Iterable[str]) -> dict[str, float]:
+def _matching_patterns(patterns: Mapping[str, float], names: Iterable[str]) -> dict[str, float]:
     names = list(names)
     return {
         pattern: value
@@ -308,7 +308,7 @@ def new_names(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
     return renamed
 
 
-def with_new_names(
+def _with_new_names(
     model: nn.Module, config: LoraConfig, tensors: Mapping[str, Tensor]
 ) -> tuple[LoraConfig, dict[str, Tensor]]:
     """Return an adapter by the names that its modules have in ``model``.
@@ -335,7 +335,7 @@ BASE_LAYER = ".base_layer."  # in peft's keys of weights below an adapted module
 _ADDED_BY_PEFT = ("classifier", "score", "qa_outputs")  # to modules_to_save, by the task type, whatever the model has
 
 
-def settled(
+def resolve_names(
     model: nn.Module, config: LoraConfig, tensors: Mapping[str, Tensor]
 ) -> tuple[LoraConfig, dict[str, Tensor], tuple[str, ...]]:
     """Return an adapter as it is in ``model``, a base model: its configuration, its tensors, and notes.
@@ -347,7 +347,7 @@ def settled(
     Args:
         tensors: by our parameter names.
     """
-    config, tensors = with_new_names(model, config, tensors)
+    config, tensors = _with_new_names(model, config, tensors)
     config, tensors = _matrices(model, _by_full_names(model, config, tensors), tensors)
     config, notes = _head(model, config, set(tensors))
     unused = [name for name in never_called(model) if f"{name.removesuffix('out_proj')}lora_A" not in tensors]
@@ -425,7 +425,7 @@ def _matrices(model: nn.Module, config: LoraConfig, tensors: dict[str, Tensor]) 
     return config.model_copy(update=changes), {renamed.get(name, name): t for name, t in tensors.items()}
 
 
-def divided(
+def split_embeddings(
     model: nn.Module, tensors: Mapping[str, Tensor], *, source: str
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return an adapter's tensors apart from the embeddings that peft saved with it, and those by parameter name.
@@ -446,7 +446,7 @@ def divided(
     for key, tensor in tensors.items():
         parameter = every.get(key.replace(BASE_LAYER, "."))
         name = embeddings.get(id(parameter)) if parameter is not None else None
-        if key in trained or parameter is None or (name is None and not _repeats(parameter, tensor)):
+        if key in trained or parameter is None or (name is None and not _equals(parameter, tensor)):
             own[key] = tensor
         elif name is not None:
             if parameter.shape != tensor.shape:
@@ -465,7 +465,7 @@ def changed_embeddings(model: nn.Module, carried: Mapping[str, Tensor]) -> tuple
     notes = []
     for name, tensor in carried.items():
         parameter = injection_of(model).originals.get(name, model.get_parameter(name).detach())
-        if not _repeats(parameter, tensor):
+        if not _equals(parameter, tensor):
             changed[name] = tensor
             apart = (parameter.cpu() != tensor.to(parameter.dtype)).reshape(len(tensor), -1).any(1)
             notes.append(
@@ -481,7 +481,7 @@ def _embeddings(model: nn.Module) -> dict[int, str]:
     return {id(p): name for name, p in model.named_parameters() if id(p) in held}
 
 
-def _repeats(parameter: Tensor, tensor: Tensor) -> bool:
+def _equals(parameter: Tensor, tensor: Tensor) -> bool:
     if parameter.is_meta or parameter.shape != tensor.shape:
         return False
     return torch.equal(parameter.detach().cpu(), tensor.to(parameter.dtype))
@@ -548,7 +548,7 @@ def to_peft_config(model: nn.Module, injection: Injection, reference: str | None
     twins = {name.rpartition(".")[0] for name in _whole_twins(model)}
     whole += sorted(twins - set(whole))
     transposed = any(isinstance(model.get_submodule(name), conv1d()) for name in injection.replaced)
-    ranks, alphas = _effective(model, config, leaves, matrices)
+    ranks, alphas = _ranks_and_alphas(model, config, leaves, matrices)
     raw: dict[str, object] = {
         "peft_type": "LORA",
         "task_type": _task_type(model, whole),
@@ -631,7 +631,7 @@ def _treated_as_experts(model: nn.Module) -> tuple[str, ...]:
     return _TREATED_AS_EXPERTS.get("mixtral" if kind == "mixtral" else _MODEL_TO_CONVERSION_PATTERN.get(kind, ""), ())
 
 
-def _effective(
+def _ranks_and_alphas(
     model: nn.Module, config: LoraConfig, leaves: list[str], matrices: list[str]
 ) -> tuple[dict[str, int], dict[str, float]]:
     """Return rank and alpha of the leaves for which the configuration's do not hold, by the names peft looks up."""
