@@ -260,8 +260,8 @@ def _adapter_from(
             raise PeftlabError(f"{file}: neither a peft adapter (no peft_type) nor one of peftlab (no known method)")
         with about(file):
             config = make_config(member(method, "name", str, "method"), **method)
-    if said := config.mismatch({name: tensor.shape for name, tensor in tensors.items()}):
-        raise PeftlabError(f"{file} does not fit {weights.name}: {said}")
+    if problem := config.mismatch({name: tensor.shape for name, tensor in tensors.items()}):
+        raise PeftlabError(f"{file} does not fit {weights.name}: {problem}")
     keys = ("base_model_name_or_path", "task_type", "revision")
     reference, task, revision = (text_or_none(raw, key, file) for key in keys)
     return Adapter(config, tensors, base, reference, task, notes, revision)
@@ -487,16 +487,6 @@ def load_adapter(
     return model
 
 
-def reload_adapter(model: nn.Module, source: str | Path) -> None:
-    """Give the active adapter of ``model`` the values and the configuration at ``source``, in the same parameters.
-
-    Raises:
-        PeftlabError: as ``load_adapter``, and if the adapter has other shapes; the model is as it was.
-    """
-    adapter, label = _read_for(model, source, None)
-    _fill_from(model, adapter, source=label)
-
-
 def _read_for(model: nn.Module, source: str | Path | Adapter, lora_alpha: float | None) -> tuple[Adapter, str]:
     """Return the adapter at ``source`` as it is in ``model``, and what messages call it."""
     adapter = source if isinstance(source, Adapter) else read_adapter(source, lora_alpha=lora_alpha)
@@ -540,7 +530,7 @@ def _refuse_partly_adapted(model: nn.Module, adapter: Adapter) -> None:
             )
 
 
-def _fill_from(model: nn.Module, adapter: Adapter, *, source: str) -> tuple[str, ...]:
+def _fill_from(model: nn.Module, adapter: Adapter, source: str) -> tuple[str, ...]:
     """Give the active adapter another one's values and configuration; return notes."""
     tensors, embeddings = split_embeddings(
         model, by_parameter_name(model, adapter.tensors, source=source), source=source
@@ -556,7 +546,7 @@ def _fill_from(model: nn.Module, adapter: Adapter, *, source: str) -> tuple[str,
 def _add(model: nn.Module, adapter: Adapter, name: str, source: str) -> tuple[str, ...]:
     inject(model, adapter.config, name=name)
     try:
-        return _fill_from(model, adapter, source=source)
+        return _fill_from(model, adapter, source)
     except BaseException:
         delete_adapter(model, name)
         raise
@@ -567,7 +557,7 @@ def _replace(model: nn.Module, adapter: Adapter, name: str, source: str) -> tupl
     tensors, _ = split_embeddings(model, by_parameter_name(model, adapter.tensors, source=source), source=source)
     parameters = trainable_parameters(model)
     if {key: tensor.shape for key, tensor in tensors.items()} == {key: p.shape for key, p in parameters.items()}:
-        return _fill_from(model, adapter, source=source)
+        return _fill_from(model, adapter, source)
     old = injection_of(model)
     old.name = ""  # which no other adapter can have
     try:
@@ -612,10 +602,10 @@ def _gathered(parameter: Tensor) -> Tensor:
 
 
 def _refuse_another_base(model: nn.Module, base: Mapping[str, Json], source: str | Path) -> None:
-    here = describe(model)
-    differ = [key for key in ("architecture", "model_type", "vocab_size") if base.get(key) != here[key]]
+    description = describe(model)
+    differ = [key for key in ("architecture", "model_type", "vocab_size") if base.get(key) != description[key]]
     if differ:
-        lines = "\n".join(f"  {key}: adapter {base.get(key)}, model {here[key]}" for key in differ)
+        lines = "\n".join(f"  {key}: adapter {base.get(key)}, model {description[key]}" for key in differ)
         raise PeftlabError(f"{source} belongs to another base model:\n{lines}")
 
 
@@ -727,17 +717,18 @@ class AdapterCheckpoints(Trainer):
     """
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        if not self._read_adapter(resume_from_checkpoint):
+        if not self._load_adapter(resume_from_checkpoint):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_best_model(self) -> None:
         best = self.state.best_model_checkpoint
-        if best is None or not self._read_adapter(best):
+        if best is None or not self._load_adapter(best):
             super()._load_best_model()
 
-    def _read_adapter(self, checkpoint: str) -> bool:
+    def _load_adapter(self, checkpoint: str) -> bool:
+        """Give the active adapter the values in ``checkpoint``, in the same parameters; whether there is an adapter."""
         model = self.model
         if model is None or not is_injected(model) or not (Path(checkpoint) / CONFIG_FILE).exists():
             return False
-        reload_adapter(model, checkpoint)
+        _fill_from(model, *_read_for(model, checkpoint, None))
         return True

@@ -470,26 +470,30 @@ def unmerge_checkpoint(
 
 def _refuse_another_base(merged: Path, base: Path, changed: set[str]) -> None:
     """Raise ``PeftlabError`` unless what a merge did not change (all but ``changed``) has the base's values."""
-    ours, theirs = ({key: shard for shard in open_shards(place) for key in shard.entries} for place in (merged, base))
+    merged_shards, base_shards = (
+        {key: shard for shard in open_shards(place) for key in shard.entries} for place in (merged, base)
+    )
     compared = 0
-    for key, shard in theirs.items():
+    for key, shard in base_shards.items():
         if key in changed:
             continue
         # A merged key may carry the name of the body before it.
-        other = next((k for k in (key, *(k for k in ours if k.endswith(f".{key}"))) if k in ours), None)
+        other = next(
+            (k for k in (key, *(k for k in merged_shards if k.endswith(f".{key}"))) if k in merged_shards), None
+        )
         if other is None or other in changed:
             continue
-        mine, yours = ours[other].read(other), shard.read(key)
-        if mine.dtype == yours.dtype and (mine.shape != yours.shape or mine.ne(yours).any()):
+        ours, theirs = merged_shards[other].read(other), shard.read(key)
+        if ours.dtype == theirs.dtype and (ours.shape != theirs.shape or ours.ne(theirs).any()):
             raise PeftlabError(f"{merged} was not made of {base}: {other} differs, and the merge did not change it")
-        compared += mine.dtype == yours.dtype
-    if not compared and not changed & ours.keys():
+        compared += ours.dtype == theirs.dtype
+    if not compared and not changed & merged_shards.keys():
         raise PeftlabError(f"{merged} was not made of {base}: they have no weights in common")
 
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
 # What YAML 1.1 readers (the hub's Python client) and 1.2 readers alike read as a string without quotes.
-_PLAIN = re.compile(r"[A-Za-z][\w-]*([./][A-Za-z][\w-]*)*", re.ASCII)
+_UNQUOTED = re.compile(r"[A-Za-z][\w-]*([./][A-Za-z][\w-]*)*", re.ASCII)
 _NOT_A_STRING = frozenset({"y", "n", "yes", "no", "on", "off", "true", "false", "null"})
 
 
@@ -541,7 +545,7 @@ def _quoted(value: object) -> object:
         return [_quoted(inner) for inner in value]
     if isinstance(value, float):
         return round(value, 4)
-    if isinstance(value, str) and (not _PLAIN.fullmatch(value) or value.lower() in _NOT_A_STRING):
+    if isinstance(value, str) and (not _UNQUOTED.fullmatch(value) or value.lower() in _NOT_A_STRING):
         return DoubleQuotedScalarString(value)
     return value
 

@@ -275,7 +275,10 @@ class Steps:
 
     def __iter__(self) -> Iterator[Job | Copy]:
         """Yield the steps in the order of the merged files."""
-        groups = self._groups()
+        groups: dict[str, list[Target]] = {}  # those that become model tensors together, by the first of these
+        for target in self.targets.values():
+            if target.place is not None and target.place.converter is not None:
+                groups.setdefault(target.place.name, []).append(target)
         scales = {target.scale for target in self.targets.values()}
         for key, output in self.outputs.items():
             if key in scales:  # written with its weight
@@ -396,14 +399,6 @@ class Steps:
         leaf.update_start()
         with torch.no_grad():
             return leaf.fold(replace(how, only=own))[own]
-
-    def _groups(self) -> dict[str, list[Target]]:
-        """Return the targets that become model tensors together, by the first of those."""
-        groups: dict[str, list[Target]] = {}
-        for target in self.targets.values():
-            if target.place is not None and target.place.converter is not None:
-                groups.setdefault(target.place.name, []).append(target)
-        return groups
 
     def _group(self, group: list[Target]) -> Iterator[Job | Copy]:
         """Yield the steps of base tensors that the model has in another form, as experts stored one by one."""

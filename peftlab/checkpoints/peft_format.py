@@ -202,20 +202,20 @@ def _parameter_name(
     if factor not in ("lora_A", "lora_B"):
         return name
     targets = [target.rpartition(".") for target in config.target_parameters or []]
-    here = {last for parent, _, last in targets if parent and has_suffix(outer, parent)}
-    if "weight" not in here and _experts(outer, config):
-        here |= {last for parent, _, last in targets if not parent}
-    mine = sorted(here, key=lambda last: "down" in last)  # in every experts module "down" comes last
-    if not mine:
+    parameters = {last for parent, _, last in targets if parent and has_suffix(outer, parent)}
+    if "weight" not in parameters and _experts(outer, config):
+        parameters |= {last for parent, _, last in targets if not parent}
+    ordered = sorted(parameters, key=lambda last: "down" in last)  # in every experts module "down" comes last
+    if not ordered:
         return name
     a = tensors.get(f"{module}.lora_A")
-    if mine == ["weight"] and a is not None and a.shape[:1] == (config.rank(f"{outer}.weight"),):
+    if ordered == ["weight"] and a is not None and a.shape[:1] == (config.rank(f"{outer}.weight"),):
         matrices.add(outer)
         return name
     depth = module.count(".base_layer")
-    if depth >= len(mine):
+    if depth >= len(ordered):
         raise PeftlabError(f"{path}: {name} has no parameter in target_parameters")
-    return f"{outer}.{mine[len(mine) - 1 - depth]}_{factor}"
+    return f"{outer}.{ordered[len(ordered) - 1 - depth]}_{factor}"
 
 
 def _experts(module: str, config: LoraConfig) -> bool:
@@ -442,7 +442,7 @@ def split_embeddings(
     trained, every = trainable_parameters(model), dict(model.named_parameters(remove_duplicate=False))
     embeddings = _embeddings(model)
     own: dict[str, Tensor] = {}
-    carried: dict[str, Tensor] = {}
+    saved: dict[str, Tensor] = {}
     for key, tensor in tensors.items():
         parameter = every.get(key.replace(BASE_LAYER, "."))
         name = embeddings.get(id(parameter)) if parameter is not None else None
@@ -454,16 +454,16 @@ def split_embeddings(
                     f"{source}: {key} has shape {tuple(tensor.shape)}, the model's has {tuple(parameter.shape)}; the "
                     f"adapter was trained with {len(tensor)} tokens: model.resize_token_embeddings({len(tensor)}) first"
                 )
-            if not torch.equal(carried.setdefault(name, tensor), tensor):
+            if not torch.equal(saved.setdefault(name, tensor), tensor):
                 raise PeftlabError(f"{source}: {name} and {key} are one tied parameter, and their values differ")
-    return own, carried
+    return own, saved
 
 
-def changed_embeddings(model: nn.Module, carried: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], tuple[str, ...]]:
+def changed_embeddings(model: nn.Module, saved: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], tuple[str, ...]]:
     """Return those of the embeddings in a file that differ from the base model's, and a note on each."""
     changed: dict[str, Tensor] = {}
     notes = []
-    for name, tensor in carried.items():
+    for name, tensor in saved.items():
         parameter = injection_of(model).originals.get(name, model.get_parameter(name).detach())
         if not _equals(parameter, tensor):
             changed[name] = tensor
