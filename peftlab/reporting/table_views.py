@@ -513,7 +513,7 @@ def axis(values: Sequence[float]) -> tuple[float, float, list[float]]:
     """
     finite = [value for value in values if math.isfinite(value)] or [0.0, 1.0]
     low, high = min(finite), max(finite)
-    margin = 0.06 * (high - low) or 0.5
+    margin = 0.06 * (high - low) if high - low > 1e-8 else 0.5  # ticks are rounded to 10 digits
     low, high = low - margin, high + margin
     rough = (high - low) / 6
     power = 10 ** math.floor(math.log10(rough))

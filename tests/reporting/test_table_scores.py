@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from rich.console import Console
 
@@ -97,6 +97,7 @@ def test_a_spread_lies_where_its_values_lie(values: list[float]) -> None:
         assert spread.std <= max(values) - min(values) + 1e-6
 
 
+@example([2.2250738585072014e-308, 2.225073858507203e-309])
 @given(st.lists(st.floats(-100, 100) | st.just(math.nan), max_size=6))
 def test_an_axis_shows_every_value_between_few_ticks(values: list[float]) -> None:
     low, high, ticks = axis(values)
