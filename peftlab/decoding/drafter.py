@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
+from operator import mul
 from typing import Protocol
 
 import torch
@@ -15,7 +17,6 @@ from torch import Tensor
 from peftlab.decoding.cache import Block, Engine, KVCache, Output
 from peftlab.decoding.policies import Policy
 from peftlab.decoding.sampling import RowRandomSource, Sampling, argmax
-from peftlab.decoding.theory import block_efficiency_by_position
 from peftlab.decoding.verify import Accepted
 
 
@@ -178,8 +179,8 @@ class Drafter(Protocol):
             acceptance: of the first, second, ... token of a step, where those before it were accepted.
             verification: C(1), C(2), ...: of as many tokens as a draft may have, and one more.
         """
-        lengths = range(1, len(acceptance) + 1)
-        return [DraftCandidate(n, block_efficiency_by_position(acceptance[:n]), n) for n in lengths]
+        reached = accumulate(acceptance, mul)  # the probability that all of the first n tokens are accepted
+        return [DraftCandidate(n, tokens, n) for n, tokens in enumerate(accumulate(reached, initial=1.0)) if n]
 
     def start(self, rows: list[Row], state: TargetState) -> None:
         """Begin new sequences; earlier ones are finished.

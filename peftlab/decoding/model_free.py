@@ -19,7 +19,7 @@ from peftlab.decoding.cache import Output, right_padded
 from peftlab.decoding.drafter import Drafter, DrafterWrapper, Proposal, Row, TargetState, Verified, draft_chain
 from peftlab.decoding.sampling import Sampling, one_hot
 from peftlab.decoding.table import DRAWN, TIMES
-from peftlab.decoding.trees import best_tree, parents_of
+from peftlab.decoding.theory import best_tree, parents_of
 
 
 def _chains(rows: list[Row], budgets: list[int], guess: Callable[[Row, int], list[int]]) -> Proposal:

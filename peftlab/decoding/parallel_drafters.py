@@ -19,7 +19,7 @@ from peftlab.decoding.drafter import Accept, DraftCandidate, Drafter, Proposal, 
 from peftlab.decoding.model_drafter import ModelDrafter, check_vocabulary, read_rows, room
 from peftlab.decoding.recurrent import StateCache
 from peftlab.decoding.sampling import Sampling
-from peftlab.decoding.trees import RankRates, best_tree, parents_of
+from peftlab.decoding.theory import RankRates, best_tree, parents_of
 from peftlab.errors import PeftlabError
 from peftlab.methods.lora.layers import Gate
 

@@ -9,10 +9,18 @@ from functools import partial
 
 import torch
 
-from peftlab.decoding.advice import GAIN_ALPHAS, DraftCost, KindAdvice, advise, recommendation
 from peftlab.decoding.cache import Engine
 from peftlab.decoding.statistics import Interval
-from peftlab.decoding.theory import goodput, pearl_speedup
+from peftlab.decoding.theory import (
+    GAIN_ALPHAS,
+    DraftCost,
+    KindAdvice,
+    advise,
+    break_even,
+    goodput,
+    pearl_speedup,
+    recommendation,
+)
 from peftlab.decoding.timing import Conditions, Watch, check_repeats, step_seconds, uncertain
 from peftlab.errors import PeftlabError
 from peftlab.untyped import Attributes
@@ -147,7 +155,12 @@ def plan_from_times(target: list[float], draft: float) -> Gains:
     if longest < 1:
         raise PeftlabError("max_gamma: 0 drafts nothing; plan for 1 or more")
     gain = partial(_gain, target, draft)
-    gammas = [LengthGain(g, gain(1.0, g), _break_even(partial(gain, gamma=g))) for g in range(1, longest + 1)]
+
+    def length_gain(gamma: int) -> LengthGain:
+        cap = gain(1.0, gamma)
+        return LengthGain(gamma, cap, break_even(lambda alpha: gain(alpha, gamma) >= 1) if cap > 1 else None)
+
+    gammas = [length_gain(gamma) for gamma in range(1, longest + 1)]
     pearl = partial(_pearl_gain, target, draft)
     return Gains(
         c=draft / target[0],
@@ -248,17 +261,6 @@ def _verdict(gammas: list[LengthGain]) -> str:
         return f"cannot pay here: even {most}"
     alpha, gamma = min(paying)
     return f"pays from an acceptance of {alpha:.2f} (gamma {gamma}); {most}"
-
-
-def _break_even(gain: Callable[[float], float]) -> float | None:
-    """Return the least α at which the gain is 1; None where no draft gains anything."""
-    if gain(1.0) <= 1:
-        return None
-    low, high = 0.0, 1.0
-    while high - low > 1e-9:
-        middle = (low + high) / 2
-        low, high = (middle, high) if gain(middle) < 1 else (low, middle)
-    return high
 
 
 def check_plan(max_gamma: int, repeats: int, batches: Sequence[int]) -> None:

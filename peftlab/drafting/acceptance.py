@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from peftlab.checkpoints.tensors import read_tensors, write_tensors
-from peftlab.decoding.theory import acceptance_rate, vocabulary_cap
-from peftlab.decoding.trees import RankRates
+from peftlab.decoding.theory import RankRates, acceptance_rate, vocabulary_cap
 from peftlab.drafting.states import frozen_hidden, head_weight, logits_of
 from peftlab.drafting.text import Collate
 from peftlab.errors import PeftlabError

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from peftlab.checkpoints.adapter import load_model
-from peftlab.decoding.advice import TargetWeights
 from peftlab.decoding.cache import Engine
 from peftlab.decoding.drafter import Drafter
 from peftlab.decoding.engines import build_engine
@@ -24,6 +23,7 @@ from peftlab.decoding.parallel_drafters import Masks
 from peftlab.decoding.sampled_trees import GrowthFactory
 from peftlab.decoding.state_drafters import FeatureNetwork, Heads
 from peftlab.decoding.table import Window
+from peftlab.decoding.theory import TargetWeights
 from peftlab.drafting.checks import end_ids, eos_ids
 from peftlab.drafting.config import DraftConfig, DraftData, DraftObjective
 from peftlab.drafting.states import head_weight

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from peftlab.decoding.trees import RankRates
+from peftlab.decoding.theory import RankRates
 from peftlab.drafting.acceptance import KEY, rates_on_disk, read_rates
 from peftlab.drafting.states import head_weight, last_hidden
 from peftlab.errors import PeftlabError

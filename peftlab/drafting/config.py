@@ -9,8 +9,8 @@ from urllib.parse import urlsplit
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
-from peftlab.decoding.advice import FEATURE_TREE, REDUCED, DraftCost, TargetWeights
 from peftlab.decoding.table import DRAWN, HEAD, TIMES, NamedRule, Window
+from peftlab.decoding.theory import FEATURE_TREE, REDUCED, DraftCost, TargetWeights
 from peftlab.methods.config import MethodConfig
 from peftlab.methods.table import METHODS
 from peftlab.models.config import MergeConfig, PlainDtype

@@ -20,8 +20,8 @@ from transformers.utils import ModelOutput
 from peftlab.checkpoints.tensors import read_tensors, write_tensors
 from peftlab.decoding.packed import pack_linears
 from peftlab.decoding.state_drafters import HeadsDrafter, grown_tokens, tree_tokens
-from peftlab.decoding.trees import Path as TreePath
-from peftlab.decoding.trees import RankRates
+from peftlab.decoding.theory import Path as TreePath
+from peftlab.decoding.theory import RankRates
 from peftlab.drafting.acceptance import (
     KEY,
     RANKS,

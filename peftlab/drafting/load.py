@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import torch
 
-from peftlab.decoding.advice import DraftCost, TargetWeights
 from peftlab.decoding.drafter import Drafter
 from peftlab.decoding.model_drafter import ModelDrafter
 from peftlab.decoding.model_free import with_copies
@@ -14,6 +13,7 @@ from peftlab.decoding.parallel_drafters import ParallelDrafter, PearlDrafter
 from peftlab.decoding.sampled_trees import DrawnTrees, GrowthFactory
 from peftlab.decoding.state_drafters import FeatureDrafter, HeadsDrafter
 from peftlab.decoding.table import MODEL_FREE, Window, model_free
+from peftlab.decoding.theory import DraftCost, TargetWeights
 from peftlab.drafting.base import DraftKind, Pair, TargetLoader
 from peftlab.drafting.config import DraftConfig
 from peftlab.drafting.table import DRAFTS, find_draft

@@ -14,7 +14,7 @@ from peftlab.checkpoints.tensors import read_tensors, write_tensors
 from peftlab.decoding.cache import Block, KVCache
 from peftlab.decoding.flat import structure_of
 from peftlab.decoding.packed import pack_linears
-from peftlab.decoding.trees import RankRates
+from peftlab.decoding.theory import RankRates
 from peftlab.drafting.base import DraftExporter
 from peftlab.drafting.checks import read_ranks
 from peftlab.drafting.config import MtpDraft

@@ -23,7 +23,7 @@ from transformers.utils import ModelOutput
 
 from peftlab.checkpoints.tensors import map_tensors, write_tensors
 from peftlab.decoding.state_drafters import FeatureDrafter, FeatureNetwork
-from peftlab.decoding.trees import RankRates
+from peftlab.decoding.theory import RankRates
 from peftlab.drafting.acceptance import (
     RANKS,
     Acceptance,

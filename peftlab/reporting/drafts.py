@@ -13,19 +13,18 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from peftlab.decoding.advice import GAIN_ALPHAS
 from peftlab.decoding.planning import MeasuredAdvice, MeasuredPlan, best_gamma_at
+from peftlab.decoding.theory import GAIN_ALPHAS
 from peftlab.files import Json, member, read_object, to_json
 from peftlab.reporting.pages import drafted_example, render, require
 from peftlab.reporting.plots import INK, SERIES, Plot, acceptance_plots, figure
 
 if TYPE_CHECKING:
-    from peftlab.decoding.advice import Choice, KindAdvice
     from peftlab.decoding.benchmark import DraftedText
     from peftlab.decoding.cache import CacheMemory
     from peftlab.decoding.planning import AcceptanceGain, BatchPlan, DraftPlan
     from peftlab.decoding.statistics import BenchmarkResult, DrafterResult, Interval
-    from peftlab.decoding.theory import Theory
+    from peftlab.decoding.theory import Choice, KindAdvice, Theory
     from peftlab.drafting.live import StreamResults, WindowResult
 
 PUBLISHED = Path(__file__).with_name("published_drafts.json")

@@ -53,8 +53,8 @@ from peftlab.decoding.engines import EqualLengths, PathByPath, Trial, build_engi
 from peftlab.decoding.flat import FlatEngine, structure_of
 from peftlab.decoding.model_drafter import ReducedVocabulary, read_draft_tokens, write_draft_tokens
 from peftlab.decoding.packed import float16_scale
+from peftlab.decoding.theory import best_tree, parents_of
 from peftlab.decoding.transformers_engine import TransformersEngine
-from peftlab.decoding.trees import best_tree, parents_of
 from peftlab.errors import PeftlabError
 
 SMALL = {

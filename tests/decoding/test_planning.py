@@ -12,14 +12,6 @@ from typer.testing import CliRunner
 
 from peftlab.cli.app import app
 from peftlab.decoding import theory
-from peftlab.decoding.advice import (
-    DraftCost,
-    TargetWeights,
-    advise,
-    best_draft,
-    rank_rates,
-    recommendation,
-)
 from peftlab.decoding.benchmark import measured_gain
 from peftlab.decoding.engines import build_engine
 from peftlab.decoding.model_drafter import ModelDrafter
@@ -27,8 +19,18 @@ from peftlab.decoding.model_free import PromptLookup
 from peftlab.decoding.planning import ALPHAS, best_gamma_at, compare_kinds, plan, plan_from_times
 from peftlab.decoding.state_drafters import FeatureDrafter, HeadsDrafter
 from peftlab.decoding.statistics import MeasuredGain
-from peftlab.decoding.theory import block_efficiency
-from peftlab.decoding.trees import RankRates, best_tree, reach_probabilities
+from peftlab.decoding.theory import (
+    DraftCost,
+    RankRates,
+    TargetWeights,
+    advise,
+    best_draft,
+    best_tree,
+    block_efficiency,
+    rank_rates,
+    reach_probabilities,
+    recommendation,
+)
 from peftlab.drafting.base import target_weights
 from peftlab.drafting.eagle import EagleStep
 from peftlab.drafting.heads import MedusaHeads
@@ -45,11 +47,18 @@ def test_flat_verification_is_the_textbook(c):
     assert result.c == pytest.approx(c)
     for row in result.gammas:
         assert row.cap == pytest.approx(theory.cap(row.gamma, c))
-        assert row.break_even == pytest.approx(theory.break_even_alpha(row.gamma, c), abs=1e-8)
+        assert theory.speedup(row.break_even, row.gamma, c) == pytest.approx(1, abs=1e-12)
     for row in result.alphas:
         assert row.gamma == theory.best_gamma(row.alpha, c, 10)
         assert row.gain == pytest.approx(theory.speedup(row.alpha, row.gamma, c))
     assert [row.alpha for row in result.alphas] == list(ALPHAS)
+
+
+def test_the_break_even_at_its_ends():
+    """A draft that costs nothing pays from an acceptance of 0; one whose best gain is exactly 1 never does."""
+    assert [row.break_even for row in plan_from_times([2.0] * 4, 0.0).gammas] == [0.0] * 3
+    even = plan_from_times([2.0] * 4, 2.0)
+    assert [(row.cap, row.break_even) for row in even.gammas] == [(1.0, None)] * 3 and not even.pays
 
 
 def test_pearl_drafts_while_the_target_verifies():
@@ -268,6 +277,7 @@ def test_after_training_the_parts_make_the_gain(stories_model):
     slow = measured_gain(target, drafter, acceptance, gamma=4, tau=2.1, drafting=1e3)
     assert slow.best_gamma == 0 and "no draft pays" in slow.line()
     assert [draft.tokens for draft in PromptLookup().candidates([0.0, 0.0], STEEP)] == [1.0, 1.0]
+    assert [draft.tokens for draft in PromptLookup().candidates([0.5, 0.5, 0.0, 1.0], STEEP)] == [1.5, 1.75, 1.75, 1.75]
 
 
 def test_measured_ranks_decide_the_size_of_a_tree(stories_model):

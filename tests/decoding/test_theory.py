@@ -40,8 +40,12 @@ def test_the_best_gamma_at_alpha_0_6(c, gamma):
     assert theory.best_gamma(0.6, c, 20) == gamma
 
 
+def break_even_alpha(gamma: int, c: float) -> float | None:
+    return theory.break_even(lambda alpha: theory.speedup(alpha, gamma, c) >= 1)
+
+
 def test_a_slow_draft_has_a_low_cap_and_a_high_break_even():
-    assert round(theory.break_even_alpha(5, 0.596), 3) == 0.832
+    assert round(break_even_alpha(5, 0.596), 3) == 0.832
     assert theory.cap(5, 0.596) == pytest.approx(1.5075, abs=5e-4)
 
 
@@ -51,14 +55,17 @@ def test_block_efficiency_is_its_closed_form(alpha, gamma):
     assert 1 <= tau <= gamma + 1
     if alpha < 0.999:
         assert tau == pytest.approx((1 - alpha ** (gamma + 1)) / (1 - alpha), rel=1e-11)
-    assert tau == pytest.approx(theory.block_efficiency_by_position([alpha] * gamma), rel=1e-12)
+    chain = [(0,) * depth for depth in range(1, gamma + 1)]
+    assert tau == pytest.approx([1, *theory.expected_tokens(chain, lambda depth, rank: alpha)][-1], rel=1e-12)
 
 
 def test_block_efficiency_at_its_ends():
     assert theory.block_efficiency(1.0, 7) == 8
     assert theory.block_efficiency(0.0, 7) == 1
-    assert theory.block_efficiency_by_position([]) == 1
-    assert theory.block_efficiency_by_position([0.5, 0.5, 0.0, 1.0]) == 1.75
+    assert theory.expected_tokens([], lambda depth, rank: 0.5) == []
+    assert (
+        theory.expected_tokens([(0,) * n for n in (1, 2, 3, 4)], lambda depth, _: [0.5, 0.5, 0, 1][depth])[-1] == 1.75
+    )
 
 
 @given(st.floats(0, 1), st.floats(0, 2))
@@ -73,16 +80,18 @@ def test_a_gain_at_gamma_one_needs_alpha_above_c(alpha, c):
 
 @given(st.integers(1, 12), st.floats(0, 0.99))
 def test_break_even_is_where_the_gain_is_one(gamma, c):
-    alpha = theory.break_even_alpha(gamma, c)
+    alpha = break_even_alpha(gamma, c)
     assert theory.speedup(alpha, gamma, c) == pytest.approx(1, abs=1e-12)
     assert theory.cap(gamma, c) >= 1
 
 
 def test_break_even_at_its_ends():
-    assert theory.break_even_alpha(1, 0.37) == pytest.approx(0.37, abs=1e-12)
-    assert theory.break_even_alpha(4, 1.0) == 1.0
-    assert theory.break_even_alpha(4, 1.01) == math.inf
-    assert theory.break_even_alpha(4, 0.0) == 0.0 or theory.break_even_alpha(4, 0.0) < 1e-15
+    assert break_even_alpha(1, 0.37) == pytest.approx(0.37, abs=1e-12)
+    assert break_even_alpha(4, 1.0) == 1.0
+    assert break_even_alpha(4, 1.01) is None
+    assert break_even_alpha(4, 0.0) == 0.0
+    assert theory.break_even(lambda alpha: alpha >= 0.1) == 0.1, "the least float, not one near it"
+    assert 0.1 <= theory.break_even(lambda alpha: alpha >= 0.1, tolerance=1e-3) <= 0.101
 
 
 @given(ALPHA, GAMMA, st.floats(0, 3))
@@ -162,9 +171,8 @@ def test_the_best_gamma_shrinks_as_the_batch_fills_the_machine():
     [
         lambda: theory.block_efficiency(1.1, 2),
         lambda: theory.block_efficiency(0.5, -1),
-        lambda: theory.block_efficiency_by_position([0.5, -0.1]),
         lambda: theory.speedup(0.5, 2, -1),
-        lambda: theory.break_even_alpha(0, 0.1),
+        lambda: theory.best_draft(theory.DraftCost("model", "", "", 0.0, 0.1), [1.0, 1.0], 1.5),
         lambda: theory.speedup(float("nan"), 2, 0.1),
     ],
 )

@@ -14,7 +14,7 @@ from peftlab.decoding.drafter import Proposal, Row, TargetState, Verified
 from peftlab.decoding.model_free import END, NGramDrafter, PromptLookup, SuffixAutomaton, TokenRecycling
 from peftlab.decoding.policies import AcceptanceHead, Confidence, Fixed, Heuristic
 from peftlab.decoding.sampling import Sampling
-from peftlab.decoding.trees import RankRates, best_tree, parents_of, rank_probability, reach_probabilities
+from peftlab.decoding.theory import RankRates, best_tree, parents_of, rank_probability, reach_probabilities
 from peftlab.decoding.verify import walk_greedy
 
 

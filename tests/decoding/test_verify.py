@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from peftlab.decoding import lossy, sampled_trees, verify
 from peftlab.decoding.sampling import RandomSource, RowRandomSource, argmax, probabilities, sample
-from peftlab.decoding.theory import acceptance_rate, block_efficiency_by_position
+from peftlab.decoding.theory import acceptance_rate, block_efficiency
 from peftlab.decoding.verify import (
     acceptance_probability,
     residual,
@@ -85,7 +85,7 @@ def test_the_expected_length_is_the_block_efficiency(enumerate_law, model):
     p, q = model(4, 0)(), model(4, 1)()
     law = enumerate_law(lambda random: chain_step(lambda _: p, lambda _: q, 2, random))
     mean = math.fsum(weight * len(emitted) for emitted, weight in law.items())
-    assert mean == pytest.approx(block_efficiency_by_position([float(acceptance_rate(p, q))] * 2), abs=1e-12)
+    assert mean == pytest.approx(block_efficiency(float(acceptance_rate(p, q)), 2), abs=1e-12)
 
 
 def test_a_draft_equal_to_the_target_is_always_accepted(enumerate_law, model):

@@ -19,8 +19,8 @@ from peftlab.decoding.parallel_drafters import PearlDrafter
 from peftlab.decoding.policies import Fixed
 from peftlab.decoding.state_drafters import HeadsDrafter
 from peftlab.decoding.table import DRAWN, lossy
+from peftlab.decoding.theory import RankRates
 from peftlab.decoding.timing import Clock, timed_drafter
-from peftlab.decoding.trees import RankRates
 from peftlab.drafting.heads import MedusaHeads
 from peftlab.errors import PeftlabError
 from tests.decoding.test_architectures import make

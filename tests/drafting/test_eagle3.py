@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from peftlab.decoding.cache import KVCache
 from peftlab.decoding.engines import build_engine
-from peftlab.decoding.trees import RankRates
+from peftlab.decoding.theory import RankRates
 from peftlab.drafting.acceptance import RANKS, ceiling
 from peftlab.drafting.checks import TargetIdentity, write_ranks
 from peftlab.drafting.eagle import EagleStep, read_eagle, write_eagle

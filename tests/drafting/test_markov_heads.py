@@ -12,7 +12,7 @@ from draft_models import medusa, requests, tiny
 from torch.nn import functional as F
 
 from peftlab.decoding.state_drafters import HeadsDrafter
-from peftlab.decoding.trees import RankRates, best_tree
+from peftlab.decoding.theory import RankRates, best_tree
 from peftlab.drafting.acceptance import RANKS
 from peftlab.drafting.heads import (
     HeadsLoss,
