@@ -200,7 +200,7 @@ def train_draft(heads: MedusaHeads, model, texts: list[tuple[Tensor, int]], step
 #
 #    The token that results has distribution p whatever q is: min(p, q) comes from acceptance, p - min(p, q) from the
 #    residual. So the text is as if the model had decoded alone; only the number of forward passes depends on the draft.
-#    In the package: peftlab/decoding/verify.py (chains and trees), peftlab/decoding/decode.py (the loop, in batches).
+#    In the package: peftlab/decoding/sampling.py (chains and trees), peftlab/decoding/decode.py (the loop, in batches).
 
 
 def probabilities(logits: Tensor, temperature: float) -> Tensor:

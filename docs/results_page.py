@@ -13,9 +13,15 @@ from pathlib import Path
 
 from peftlab.checkpoints.merge_steps import MergeReport, TensorReport
 from peftlab.decoding.benchmark import DraftedText, Piece
-from peftlab.decoding.lossy import LossyResult
+from peftlab.decoding.measurements import (
+    AcceptanceStatistics,
+    BenchmarkResult,
+    CategoryResult,
+    DrafterResult,
+    LossyResult,
+    PoolResult,
+)
 from peftlab.decoding.planning import plan
-from peftlab.decoding.statistics import AcceptanceStatistics, BenchmarkResult, CategoryResult, DrafterResult, PoolResult
 from peftlab.files import write_text
 from peftlab.pipelines.benchmark import DraftBenchmark, MeasuredDraftPlan
 from peftlab.pipelines.draft import DecodingSpeed, DraftResults

@@ -18,31 +18,36 @@ from typing import TYPE_CHECKING
 import torch
 
 from peftlab.decoding.cache import Engine
-from peftlab.decoding.decode import Generation, Observe, StoppingCriteria, decode
-from peftlab.decoding.drafter import Drafter, Row, Verified
-from peftlab.decoding.lossy import DistanceMeter, LossyResult, LossyRule, differing_share
-from peftlab.decoding.policies import Fixed, PolicyFactory
-from peftlab.decoding.sampling import Sampling
-from peftlab.decoding.statistics import (
+from peftlab.decoding.decode import Drafter, Generation, Observe, Row, StoppingCriteria, Verified, decode
+from peftlab.decoding.measurements import (
     BenchmarkResult,
     CategoryResult,
+    Clock,
+    Conditions,
+    DistanceMeter,
     DrafterResult,
+    LossyResult,
     MeasuredGain,
     OverlapMeter,
     OverlapRates,
     PoolResult,
     PromptDivergence,
     PromptResult,
+    Stopwatch,
     TimeShares,
     Timings,
+    Watch,
     acceptance_statistics,
+    differing_share,
     divergence,
     rate_intervals,
+    step_seconds,
+    timed_drafter,
     verdict,
 )
+from peftlab.decoding.policies import Fixed, PolicyFactory
+from peftlab.decoding.sampling import TRAVERSAL, LossyRule, Sampling, Verifier
 from peftlab.decoding.text_stream import BROKEN
-from peftlab.decoding.timing import Clock, Conditions, Stopwatch, Watch, step_seconds, timed_drafter
-from peftlab.decoding.verify import TRAVERSAL, Verifier
 from peftlab.errors import PeftlabError
 from peftlab.hardware import describe_cpu
 

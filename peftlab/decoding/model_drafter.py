@@ -21,7 +21,7 @@ from peftlab.decoding.cache import (
     right_padded,
     spans,
 )
-from peftlab.decoding.drafter import Drafter, Proposal, Row, TargetState, Verified, draft_chain
+from peftlab.decoding.decode import Drafter, Proposal, Row, TargetState, Verified, draft_chain
 from peftlab.decoding.engines import build_engine
 from peftlab.decoding.sampling import Sampling
 from peftlab.decoding.table import DRAWN, HEAD, TIMES, Window

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from peftlab.decoding.cache import Output, right_padded
-from peftlab.decoding.drafter import Drafter, DrafterWrapper, Proposal, Row, TargetState, Verified, draft_chain
+from peftlab.decoding.decode import Drafter, DrafterWrapper, Proposal, Row, TargetState, Verified, draft_chain
 from peftlab.decoding.sampling import Sampling, one_hot
 from peftlab.decoding.table import DRAWN, TIMES
 from peftlab.decoding.theory import best_tree, parents_of

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from peftlab.decoding.cache import Block, EngineWrapper, FirstLayers, KVCache, Output
-from peftlab.decoding.drafter import DraftCandidate, Proposal, Row, TargetState, Verified
+from peftlab.decoding.decode import DraftCandidate, Proposal, Row, TargetState, Verified
 from peftlab.decoding.flat import FlatEngine, concatenate_states, without_torch_function
 from peftlab.decoding.model_drafter import ModelDrafter
 from peftlab.decoding.sampling import argmax

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from peftlab.decoding.cache import Block, Engine, EngineWrapper, KVCache, Output, empty_cache, right_padded, shape_of
-from peftlab.decoding.drafter import Accept, DraftCandidate, Drafter, Proposal, Row, TargetState, Verified, draft_chain
+from peftlab.decoding.decode import Accept, DraftCandidate, Drafter, Proposal, Row, TargetState, Verified, draft_chain
 from peftlab.decoding.model_drafter import ModelDrafter, check_vocabulary, read_rows, room
 from peftlab.decoding.recurrent import StateCache
 from peftlab.decoding.sampling import Sampling

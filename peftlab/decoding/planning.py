@@ -10,7 +10,7 @@ from functools import partial
 import torch
 
 from peftlab.decoding.cache import Engine
-from peftlab.decoding.statistics import Interval
+from peftlab.decoding.measurements import Conditions, Interval, Watch, check_repeats, step_seconds, uncertain
 from peftlab.decoding.theory import (
     GAIN_ALPHAS,
     DraftCost,
@@ -21,7 +21,6 @@ from peftlab.decoding.theory import (
     pearl_speedup,
     recommendation,
 )
-from peftlab.decoding.timing import Conditions, Watch, check_repeats, step_seconds, uncertain
 from peftlab.errors import PeftlabError
 from peftlab.untyped import Attributes
 

@@ -1,6 +1,6 @@
 """Trees drawn from a draft model, level by level: RSD, SpecInfer, and K-SEQ's verification of independent drafts.
 
-Each node is kept with the distribution that it was drawn from, by which verification stays exact (``verify.py``).
+Each node is kept with the distribution that it was drawn from, by which verification stays exact (``sampling.py``).
 """
 
 from __future__ import annotations
@@ -13,11 +13,19 @@ import torch
 from torch import Tensor
 
 from peftlab.decoding.cache import shape_of
-from peftlab.decoding.drafter import DraftCandidate, Proposal, Row, TargetState
+from peftlab.decoding.decode import DraftCandidate, Proposal, Row, TargetState
 from peftlab.decoding.model_drafter import ModelDrafter, room
 from peftlab.decoding.recurrent import StateCache
-from peftlab.decoding.sampling import RandomSource, RowRandomSource, argmax
-from peftlab.decoding.verify import Verifier, acceptance_probability, residual, verify_chain, verify_tree
+from peftlab.decoding.sampling import (
+    RandomSource,
+    RowRandomSource,
+    Verifier,
+    acceptance_probability,
+    argmax,
+    residual,
+    verify_chain,
+    verify_tree,
+)
 from peftlab.errors import PeftlabError
 
 

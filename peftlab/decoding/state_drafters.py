@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from peftlab.decoding.cache import Block, KVCache, Output, WindowedCache, right_padded, spans, visible_slots
-from peftlab.decoding.drafter import DraftCandidate, Drafter, Proposal, Row, TargetState, Verified, draft_chain
+from peftlab.decoding.decode import DraftCandidate, Drafter, Proposal, Row, TargetState, Verified, draft_chain
 from peftlab.decoding.sampling import Sampling
 from peftlab.decoding.table import DRAWN, Window
 from peftlab.decoding.theory import (

@@ -145,16 +145,16 @@ def policy(text: str) -> NamedRule:
     return parse_rule("policy", POLICIES, text)
 
 
-_LOSSY = "peftlab.decoding.lossy"
+_SAMPLING = "peftlab.decoding.sampling"
 
 LOSSY: dict[str, Rule] = {
     "typical": Rule(
-        f"{_LOSSY}:typical",
+        f"{_SAMPLING}:typical",
         "drafted tokens of p > min(E, sqrt(E)/exp(entropy)) (default 0.09)",
         Argument("E", "a number between 0 and 1", _BETWEEN_0_AND_1, 0.09),
     ),
     "accept_k": Rule(
-        f"{_LOSSY}:accept_k",
+        f"{_SAMPLING}:accept_k",
         "drafted tokens among the target's K most probable",
         Argument("K", "a whole number from 2", _FROM_2, required=True),
     ),
@@ -167,7 +167,7 @@ def lossy(text: str) -> NamedRule:
     return parse_rule("lossy", LOSSY, text)
 
 
-_TREES, _VERIFY = "peftlab.decoding.sampled_trees", "peftlab.decoding.verify"
+_TREES = "peftlab.decoding.sampled_trees"
 _WIDTH = Argument("W", "a whole number from 2", _FROM_2, required=True)
 
 TREES: dict[str, Rule] = {
@@ -184,11 +184,11 @@ def tree(text: str) -> NamedRule:
 
 
 VERIFIERS: dict[str, Rule] = {
-    "traversal": Rule(f"{_VERIFY}:TRAVERSAL", "chains as a block, trees path by path (default)"),
-    "tokens": Rule(f"{_VERIFY}:TOKENS", "token by token"),
+    "traversal": Rule(f"{_SAMPLING}:TRAVERSAL", "chains as a block, trees path by path (default)"),
+    "tokens": Rule(f"{_SAMPLING}:TOKENS", "token by token"),
     "kseq": Rule(f"{_TREES}:KSEQ", "independent drafts by K-SEQ", needs="specinfer"),
 }
-"""Name -> verifier of sampled drafts, a ``verify.Verifier``. ``needs``: the tree that it verifies."""
+"""Name -> verifier of sampled drafts, a ``sampling.Verifier``. ``needs``: the tree that it verifies."""
 
 
 def verifier(text: str) -> NamedRule:

@@ -16,7 +16,7 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from peftlab.checkpoints.adapter import load_model
 from peftlab.decoding.cache import Engine
-from peftlab.decoding.drafter import Drafter
+from peftlab.decoding.decode import Drafter
 from peftlab.decoding.engines import build_engine
 from peftlab.decoding.model_free import SuffixAutomaton
 from peftlab.decoding.parallel_drafters import Masks

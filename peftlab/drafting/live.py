@@ -10,9 +10,8 @@ import numpy
 import torch
 from datasets import Dataset
 
-from peftlab.decoding.decode import Generation, Step
-from peftlab.decoding.drafter import Row, Verified
-from peftlab.decoding.statistics import Interval, acceptance_statistics, percentiles
+from peftlab.decoding.decode import Generation, Row, Step, Verified
+from peftlab.decoding.measurements import Interval, acceptance_statistics, percentiles
 from peftlab.drafting.objectives import TopK, topk_targets
 from peftlab.drafting.text import make_dataset
 from peftlab.errors import PeftlabError

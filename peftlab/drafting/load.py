@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from peftlab.decoding.drafter import Drafter
+from peftlab.decoding.decode import Drafter
 from peftlab.decoding.model_drafter import ModelDrafter
 from peftlab.decoding.model_free import with_copies
 from peftlab.decoding.parallel_drafters import ParallelDrafter, PearlDrafter

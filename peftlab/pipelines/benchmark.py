@@ -19,10 +19,9 @@ from peftlab.decoding.benchmark import (
     measure_pool,
 )
 from peftlab.decoding.cache import CacheMemory, cache_memory
-from peftlab.decoding.drafter import Drafter
-from peftlab.decoding.statistics import BenchmarkResult
+from peftlab.decoding.decode import Drafter
+from peftlab.decoding.measurements import BenchmarkResult, Stopwatch, timed_calls
 from peftlab.decoding.table import HEAD, MODEL_FREE, model_free
-from peftlab.decoding.timing import Stopwatch, timed_calls
 from peftlab.drafting.load import (
     ONE_PASS,
     PEARL,

@@ -21,12 +21,11 @@ from peftlab.checkpoints.adapter import load_model, save_adapter
 from peftlab.checkpoints.merge import check_merge, merge_checkpoint
 from peftlab.checkpoints.merge_plan import MergeOptions
 from peftlab.decoding.benchmark import DraftedText, Question, Settings, compare, drafted_text
-from peftlab.decoding.drafter import Drafter
+from peftlab.decoding.decode import Drafter
 from peftlab.decoding.engines import build_engine
+from peftlab.decoding.measurements import Conditions, Interval, MeasuredGain, TimeShares
 from peftlab.decoding.model_free import SuffixLookup, with_copies
-from peftlab.decoding.statistics import Interval, MeasuredGain, TimeShares
 from peftlab.decoding.table import HEAD, Window, policy, window
-from peftlab.decoding.timing import Conditions
 from peftlab.drafting.acceptance import ceiling, save_acceptance_head, train_acceptance_head
 from peftlab.drafting.base import DraftKind, SavedDraft, ScheduledLoss, ServedDraft
 from peftlab.drafting.checks import check_head, check_method

@@ -12,17 +12,19 @@ import torch
 from torch import Tensor
 
 from peftlab.decoding.cache import Engine
-from peftlab.decoding.decode import StoppingCriteria, decode
-from peftlab.decoding.drafter import Drafter
-from peftlab.decoding.lossy import DistanceMeter, LossyResult, LossyRule
+from peftlab.decoding.decode import Drafter, StoppingCriteria, decode
+from peftlab.decoding.measurements import (
+    DistanceMeter,
+    LossyResult,
+    MeasuredStepTimes,
+    acceptance_statistics,
+    measure_times,
+)
 from peftlab.decoding.policies import Fixed, PolicyFactory, PolicyInputs, fixed
 from peftlab.decoding.sampled_trees import GrowthFactory
-from peftlab.decoding.sampling import Sampling
-from peftlab.decoding.statistics import acceptance_statistics
+from peftlab.decoding.sampling import TRAVERSAL, LossyRule, Sampling, Verifier
 from peftlab.decoding.table import DRAWN, HEAD, TIMES, NamedRule, lossy, model_free, policy, tree, verifier, window
 from peftlab.decoding.text_stream import TextStream, stop_at
-from peftlab.decoding.timing import MeasuredStepTimes, measure_times
-from peftlab.decoding.verify import TRAVERSAL, Verifier
 from peftlab.drafting.acceptance import load_acceptance_head
 from peftlab.drafting.load import (
     ONE_PASS,

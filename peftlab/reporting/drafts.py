@@ -22,8 +22,8 @@ from peftlab.reporting.plots import INK, SERIES, Plot, acceptance_plots, figure
 if TYPE_CHECKING:
     from peftlab.decoding.benchmark import DraftedText
     from peftlab.decoding.cache import CacheMemory
+    from peftlab.decoding.measurements import BenchmarkResult, DrafterResult, Interval
     from peftlab.decoding.planning import AcceptanceGain, BatchPlan, DraftPlan
-    from peftlab.decoding.statistics import BenchmarkResult, DrafterResult, Interval
     from peftlab.decoding.theory import Choice, KindAdvice, Theory
     from peftlab.drafting.live import StreamResults, WindowResult
 

@@ -28,13 +28,12 @@ from torch import Tensor
 
 from peftlab.decoding.benchmark import PLAIN, Question, Settings, compare
 from peftlab.decoding.cache import Engine
-from peftlab.decoding.decode import Generation, StoppingCriteria, decode
-from peftlab.decoding.drafter import Drafter
+from peftlab.decoding.decode import Drafter, Generation, StoppingCriteria, decode
 from peftlab.decoding.engines import build_engine
+from peftlab.decoding.measurements import DrafterResult, Timings
 from peftlab.decoding.model_drafter import ModelDrafter
 from peftlab.decoding.policies import Fixed
 from peftlab.decoding.state_drafters import HeadsDrafter
-from peftlab.decoding.statistics import DrafterResult, Timings
 from peftlab.drafting.acceptance import Acceptance, measure
 from peftlab.drafting.checks import eos_ids
 from peftlab.drafting.heads import HeadedModel, MedusaHeads, ReducedHeads, measure_heads, read_medusa

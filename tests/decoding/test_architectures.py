@@ -13,11 +13,11 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from peftlab.decoding.decode import StoppingCriteria, decode
 from peftlab.decoding.engines import build_engine
+from peftlab.decoding.measurements import acceptance_statistics
 from peftlab.decoding.model_drafter import ModelDrafter
 from peftlab.decoding.model_free import TokenRecycling
 from peftlab.decoding.policies import Fixed
 from peftlab.decoding.state_drafters import FeatureDrafter
-from peftlab.decoding.statistics import acceptance_statistics
 from peftlab.drafting.eagle import EagleStep
 from tests.eagle_models import eagle
 

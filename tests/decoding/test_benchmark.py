@@ -19,22 +19,25 @@ from peftlab.decoding import benchmark as benches
 from peftlab.decoding.benchmark import Question, Settings, drafted_text, measure_pool, pieces
 from peftlab.decoding.decode import Generation, Step, StoppingCriteria, decode
 from peftlab.decoding.engines import build_engine
+from peftlab.decoding.measurements import (
+    Conditions,
+    OverlapMeter,
+    RateIntervals,
+    Timings,
+    Watch,
+    acceptance_statistics,
+    rate_intervals,
+    relative_spread,
+    step_seconds,
+    uncertain,
+    verdict,
+)
 from peftlab.decoding.model_drafter import ModelDrafter
 from peftlab.decoding.model_free import NGramDrafter, PromptLookup, SuffixAndDraft, SuffixLookup, TokenRecycling
 from peftlab.decoding.planning import plan_from_repeats
 from peftlab.decoding.policies import Fixed
-from peftlab.decoding.sampling import Sampling
+from peftlab.decoding.sampling import Sampling, Verifier, verify_chain, verify_tree
 from peftlab.decoding.state_drafters import FeatureDrafter, HeadsDrafter
-from peftlab.decoding.statistics import (
-    OverlapMeter,
-    RateIntervals,
-    Timings,
-    acceptance_statistics,
-    rate_intervals,
-    verdict,
-)
-from peftlab.decoding.timing import Conditions, Watch, relative_spread, step_seconds, uncertain
-from peftlab.decoding.verify import Verifier, verify_chain, verify_tree
 from peftlab.drafting.config import MedusaDraft
 from peftlab.drafting.heads import MedusaHeads, MedusaKind, write_medusa
 from peftlab.drafting.state_network import default_features

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from peftlab.decoding.cache import KVCache, depths_of, prefill
-from peftlab.decoding.decode import StoppingCriteria, decode
-from peftlab.decoding.drafter import Row, TargetState
+from peftlab.decoding.decode import Row, StoppingCriteria, TargetState, decode
 from peftlab.decoding.engines import build_engine
 from peftlab.decoding.policies import Fixed
 from peftlab.decoding.sampling import Sampling

@@ -11,6 +11,7 @@ from transformers import MistralConfig, MistralForCausalLM
 
 from peftlab.decoding.decode import StoppingCriteria, decode
 from peftlab.decoding.engines import build_engine
+from peftlab.decoding.measurements import MeasuredStepTimes, acceptance_statistics, divergence
 from peftlab.decoding.model_drafter import ModelDrafter
 from peftlab.decoding.model_free import (
     END,
@@ -25,8 +26,6 @@ from peftlab.decoding.parallel_drafters import MaskedPassEngine, Masks, OnePassD
 from peftlab.decoding.policies import AcceptanceHead, Confidence, Fixed, Heuristic, PolicyInputs, goodput
 from peftlab.decoding.sampled_trees import DrawnTrees, rsd_c, rsd_s
 from peftlab.decoding.state_drafters import FeatureDrafter, HeadsDrafter
-from peftlab.decoding.statistics import acceptance_statistics, divergence
-from peftlab.decoding.timing import MeasuredStepTimes
 from peftlab.drafting.eagle import EagleStep
 from peftlab.drafting.early_exit import exit_engine
 from peftlab.drafting.heads import HydraHeads, MedusaHeads

@@ -10,19 +10,20 @@ import torch
 
 from peftlab.decoding.decode import StoppingCriteria, decode
 from peftlab.decoding.engines import build_engine
-from peftlab.decoding.lossy import (
-    DistanceMeter,
-    LossyRule,
-    accept_k,
-    differing_share,
-    emitted_law,
-    typical,
-    verify_lossy,
-)
+from peftlab.decoding.measurements import DistanceMeter, differing_share, emitted_law
 from peftlab.decoding.model_drafter import ModelDrafter
 from peftlab.decoding.model_free import TokenRecycling
 from peftlab.decoding.policies import Fixed
-from peftlab.decoding.sampling import RandomSource, Sampling, one_hot, probabilities
+from peftlab.decoding.sampling import (
+    LossyRule,
+    RandomSource,
+    Sampling,
+    accept_k,
+    one_hot,
+    probabilities,
+    typical,
+    verify_lossy,
+)
 from peftlab.decoding.table import LOSSY, lossy
 from peftlab.drafting.states import truncate
 from peftlab.errors import PeftlabError

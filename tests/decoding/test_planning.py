@@ -14,11 +14,11 @@ from peftlab.cli.app import app
 from peftlab.decoding import theory
 from peftlab.decoding.benchmark import measured_gain
 from peftlab.decoding.engines import build_engine
+from peftlab.decoding.measurements import MeasuredGain
 from peftlab.decoding.model_drafter import ModelDrafter
 from peftlab.decoding.model_free import PromptLookup
 from peftlab.decoding.planning import ALPHAS, best_gamma_at, compare_kinds, plan, plan_from_times
 from peftlab.decoding.state_drafters import FeatureDrafter, HeadsDrafter
-from peftlab.decoding.statistics import MeasuredGain
 from peftlab.decoding.theory import (
     DraftCost,
     RankRates,

@@ -10,18 +10,15 @@ import pytest
 import torch
 from scipy.stats import chi2
 
-from peftlab.decoding.decode import StoppingCriteria, decode
-from peftlab.decoding.drafter import Drafter
+from peftlab.decoding.decode import Drafter, StoppingCriteria, decode
 from peftlab.decoding.engines import build_engine
+from peftlab.decoding.measurements import MeasuredStepTimes, acceptance_statistics
 from peftlab.decoding.model_drafter import ModelDrafter
 from peftlab.decoding.model_free import NGramDrafter, PromptLookup, SuffixAndDraft, SuffixLookup, TokenRecycling
 from peftlab.decoding.policies import AcceptanceHead, Confidence, Fixed, Goodput, Heuristic
 from peftlab.decoding.sampled_trees import KSEQ, DrawnTrees, rsd_c, rsd_s, specinfer
-from peftlab.decoding.sampling import Sampling
+from peftlab.decoding.sampling import TOKENS, TRAVERSAL, Sampling
 from peftlab.decoding.state_drafters import FeatureDrafter, HeadsDrafter, tree_tokens
-from peftlab.decoding.statistics import acceptance_statistics
-from peftlab.decoding.timing import MeasuredStepTimes
-from peftlab.decoding.verify import TOKENS, TRAVERSAL
 from peftlab.drafting.state_network import default_features
 from peftlab.drafting.states import truncate
 from peftlab.errors import PeftlabError

@@ -28,9 +28,19 @@ from peftlab.decoding.sampled_trees import (
     specinfer,
     verify_kseq,
 )
-from peftlab.decoding.sampling import RandomSource, Sampling, one_hot, probabilities
+from peftlab.decoding.sampling import (
+    TOKENS,
+    TRAVERSAL,
+    RandomSource,
+    Sampling,
+    one_hot,
+    probabilities,
+    verify_block,
+    verify_chain,
+    verify_drafts,
+    verify_tree,
+)
 from peftlab.decoding.theory import acceptance_rate
-from peftlab.decoding.verify import TOKENS, TRAVERSAL, verify_block, verify_chain, verify_drafts, verify_tree
 from peftlab.drafting.states import truncate
 from peftlab.errors import PeftlabError
 from tests.command_line import invoke

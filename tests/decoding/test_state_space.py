@@ -11,12 +11,12 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from peftlab.decoding.cache import Block
 from peftlab.decoding.decode import StoppingCriteria, decode
 from peftlab.decoding.engines import build_engine
+from peftlab.decoding.measurements import acceptance_statistics
 from peftlab.decoding.model_drafter import ModelDrafter
 from peftlab.decoding.model_free import TokenRecycling, with_copies
 from peftlab.decoding.policies import Confidence, Fixed
 from peftlab.decoding.sampled_trees import DrawnTrees
 from peftlab.decoding.sampling import Sampling
-from peftlab.decoding.statistics import acceptance_statistics
 from peftlab.drafting.states import truncate
 from peftlab.errors import PeftlabError
 from peftlab.pipelines.benchmark import benchmark, plan_draft

@@ -10,14 +10,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peftlab.decoding.decode import StoppingCriteria, decode
-from peftlab.decoding.drafter import Proposal, Row, TargetState
+from peftlab.decoding.decode import Proposal, Row, StoppingCriteria, TargetState, decode
 from peftlab.decoding.engines import build_engine
 from peftlab.decoding.model_drafter import ModelDrafter
 from peftlab.decoding.model_free import END, ROOT, SuffixAndDraft, SuffixAutomaton, SuffixLookup, fuse
 from peftlab.decoding.policies import Fixed
-from peftlab.decoding.sampling import Sampling
-from peftlab.decoding.verify import verify_traversal, verify_tree
+from peftlab.decoding.sampling import Sampling, verify_traversal, verify_tree
 from peftlab.drafting.load import Pair, make_drafter
 from peftlab.drafting.states import truncate
 from peftlab.drafting.text import index_corpus, read_documents

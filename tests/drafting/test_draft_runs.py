@@ -20,10 +20,10 @@ from peftlab.checkpoints.adapter import load_adapter
 from peftlab.cli.app import app
 from peftlab.decoding.decode import StoppingCriteria, decode
 from peftlab.decoding.engines import build_engine
+from peftlab.decoding.measurements import acceptance_statistics
 from peftlab.decoding.model_drafter import ModelDrafter
 from peftlab.decoding.policies import Fixed
 from peftlab.decoding.sampling import Sampling
-from peftlab.decoding.statistics import acceptance_statistics
 from peftlab.drafting.acceptance import load_acceptance_head
 from peftlab.drafting.load import load_pair
 from peftlab.errors import PeftlabError

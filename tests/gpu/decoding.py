@@ -9,11 +9,10 @@ from typing import Any
 
 import torch
 
-from peftlab.decoding.decode import StoppingCriteria, decode
-from peftlab.decoding.drafter import Drafter
+from peftlab.decoding.decode import Drafter, StoppingCriteria, decode
 from peftlab.decoding.engines import build_engine
+from peftlab.decoding.measurements import step_seconds
 from peftlab.decoding.model_free import PromptLookup, TokenRecycling
-from peftlab.decoding.timing import step_seconds
 from peftlab.models.pretrained import load_base
 from tests.gpu.shapes import Work
 from tests.gpu.timing import taken

@@ -10,8 +10,14 @@ import pytest
 from run_directory import write_run
 
 from peftlab.decoding.benchmark import DraftedText, Piece
-from peftlab.decoding.statistics import AcceptanceStatistics, BenchmarkResult, CategoryResult, DrafterResult, TimeShares
-from peftlab.decoding.timing import Conditions
+from peftlab.decoding.measurements import (
+    AcceptanceStatistics,
+    BenchmarkResult,
+    CategoryResult,
+    Conditions,
+    DrafterResult,
+    TimeShares,
+)
 from peftlab.hardware import Cpu
 from peftlab.reporting.drafts import bench_page
 from peftlab.reporting.facts import facts

@@ -1,28 +1,302 @@
-"""Statistics of decoding: acceptance, block efficiency, intervals, divergences, and the results of benchmarks."""
+"""Measurements of decoding: times and the state of the machine, acceptance, intervals, and the results of benchmarks.
+
+A measurement on a busy machine is called uncertain, with its reasons (``Conditions.doubts``).
+"""
 
 from __future__ import annotations
 
+import os
 import statistics
+import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import zip_longest
+from types import TracebackType
+from typing import TypeVar, cast
 
 import numpy
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-from peftlab.decoding.cache import Block, Engine, empty_cache
-from peftlab.decoding.decode import Generation
-from peftlab.decoding.drafter import Row, Verified
-from peftlab.decoding.lossy import LossyResult
-from peftlab.decoding.sampling import Sampling
+from peftlab.decoding.cache import Block, Engine, EngineWrapper, KVCache, Output, empty_cache
+from peftlab.decoding.decode import Drafter, Generation, Row, Verified
+from peftlab.decoding.parallel_drafters import PearlDrafter
+from peftlab.decoding.sampling import LossyRule, Sampling, one_hot
 from peftlab.decoding.theory import acceptance_rate
-from peftlab.decoding.timing import Conditions, uncertain
+from peftlab.errors import PeftlabError
 from peftlab.files import Json, to_json
-from peftlab.hardware import Cpu
+from peftlab.hardware import Cpu, wait_for
+from peftlab.untyped import Function
 
 Interval = tuple[float, float] | None
 """Ends of a 95 % interval; None where there are too few data."""
+
+# Beyond these a measurement is called uncertain, see ``Conditions``.
+_MAX_LOAD = 1.25  # load average over cores: this process's own threads reach 1
+_MIN_RUNNING = 0.9
+_MAX_SPREAD = 0.15
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """The state of the machine during a measurement.
+
+    Attributes:
+        load: 1-minute load average, this process included; None where the system has none.
+        cores: that this process may use.
+        running: share of the time in which the timing thread ran on a core; None where it waits for a device.
+        spread: interquartile range of repeats of the same work, relative to their median; None without repeats.
+    """
+
+    load: float | None
+    cores: int
+    running: float | None
+    spread: float | None
+
+    def doubts(self) -> list[str]:
+        """Return the reasons why figures measured under these conditions may be wrong; none on an idle machine."""
+        doubts = []
+        if self.load is not None and self.load > _MAX_LOAD * self.cores:
+            doubts.append(f"load average {self.load:.1f} on {self.cores} cores")
+        if self.running is not None and self.running < _MIN_RUNNING:
+            doubts.append(f"waiting for a core {100 * (1 - self.running):.0f} % of the time")
+        if self.spread is not None and self.spread > _MAX_SPREAD:
+            doubts.append(f"repeats of the same work differ by {100 * self.spread:.0f} %")
+        return doubts
+
+    def as_json(self) -> dict[str, Json]:
+        """Return the attributes and the doubts."""
+        return to_json(vars(self)) | {"doubts": to_json(self.doubts())}
+
+
+class Watch:
+    """A context manager that observes the machine while its block is timed."""
+
+    def __init__(self, device: torch.device):
+        self._waits_for_device = device.type != "cpu"
+
+    def __enter__(self) -> Watch:
+        self._load = _load_average()
+        self._began, self._ran = time.perf_counter(), time.thread_time()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._wall, self._ran = time.perf_counter() - self._began, time.thread_time() - self._ran
+        self._load = max((load for load in (self._load, _load_average()) if load is not None), default=None)
+
+    def conditions(self, repeats: Sequence[Sequence[float]]) -> Conditions:
+        """Return the conditions of the measurement, after the with-block.
+
+        Args:
+            repeats: for each piece of work the seconds of its repeats.
+        """
+        running = None if self._waits_for_device else min(1.0, self._ran / self._wall)
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        return Conditions(self._load, cores, running, relative_spread(repeats))
+
+
+def relative_spread(repeats: Sequence[Sequence[float]]) -> float | None:
+    """Return the median over pieces of work of the interquartile range of their repeats over the median repeat."""
+    each = []
+    for times in repeats:
+        if len(times) > 1:
+            first, middle, third = statistics.quantiles(times, n=4, method="inclusive")
+            each.append((third - first) / middle)
+    return statistics.median(each) if each else None
+
+
+def _load_average() -> float | None:
+    return os.getloadavg()[0] if hasattr(os, "getloadavg") else None
+
+
+def uncertain(doubts: Sequence[str], statement: str) -> str:
+    """Return ``statement``, preceded by the reasons why it may be wrong if there are any.
+
+    Args:
+        doubts: the reasons. statement: about measured times.
+    """
+    return f"uncertain, the machine was busy ({'; '.join(doubts)}): by these times {statement}" if doubts else statement
+
+
+ResultT = TypeVar("ResultT")
+
+
+class Clock:
+    """A clock that adds up the time of the calls made through it.
+
+    Attributes:
+        seconds: so far. device: waited for before and after each call.
+    """
+
+    def __init__(self, device: torch.device):
+        self.seconds, self.device = 0.0, device
+
+    def timed(self, work: Function[ResultT], *arguments: object) -> ResultT:
+        """Call ``work``, add its time, and return its result.
+
+        Args:
+            work: to call. arguments: by position.
+        """
+        wait_for(self.device)
+        began = time.perf_counter()
+        output = work(*arguments)
+        wait_for(self.device)
+        self.seconds += time.perf_counter() - began
+        return output
+
+
+class Stopwatch(EngineWrapper, Clock):
+    """An engine that adds up the time of its forward passes; to the decoder it is the engine."""
+
+    def __init__(self, engine: Engine):
+        Clock.__init__(self, engine.device)
+        EngineWrapper.__init__(self, engine)
+
+    def forward(self, cache: KVCache, tokens: Tensor, block: Block, keep: list[int] | None = None) -> Output:
+        """Run this engine on new tokens; see ``Engine.forward``."""
+        return self.timed(self._engine.forward, cache, tokens, block, keep)
+
+
+ObjectT = TypeVar("ObjectT")
+
+
+def timed_calls(inner: ObjectT, clock: Clock, *methods: str) -> ObjectT:
+    """Return a proxy of ``inner`` that adds the time of the calls of some methods to a clock.
+
+    Args:
+        inner: such as a draft's engine or heads. clock: adds up. methods: names, called with arguments by position.
+    """
+    return cast(ObjectT, _TimedCalls(inner, clock, methods))
+
+
+class _TimedCalls:
+    def __init__(self, inner: object, clock: Clock, methods: Sequence[str]):
+        self._inner = inner
+        for method in methods:
+            setattr(self, method, partial(clock.timed, getattr(inner, method)))
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._inner, name)
+
+
+def timed_drafter(make: Callable[[], Drafter], clock: Clock) -> Drafter:
+    """Return a new drafter that adds its time, and its model's, to a clock.
+
+    Args:
+        make: makes the drafter. clock: adds up.
+    """
+    drafter = make()
+    # The calls of a drafter that works in another thread return before its model has drafted.
+    if isinstance(drafter, PearlDrafter):
+        return replace(drafter, engine=timed_calls(drafter.engine, clock, "forward"))
+    return timed_calls(drafter, clock, "start", "join", "propose", "accept", "select")
+
+
+def step_seconds(
+    engines: Mapping[str, tuple[Engine, int]], *, batch: int = 1, context: int = 128, repeats: int = 9
+) -> dict[tuple[str, int], list[float]]:
+    """Measure one forward pass over 1..k tokens of each sequence after ``context`` cached ones.
+
+    Args:
+        engines: name -> engine and its largest k.
+        batch: sequences in a pass. context: tokens of each in the cache, and of the prompts of an
+            encoder-decoder model.
+        repeats: passes of each kind, in turn. One more of each warms up.
+
+    Returns:
+        (name, k) -> seconds of each repeat.
+
+    Raises:
+        PeftlabError: ``repeats < 1``, or a context that does not fit.
+    """
+    check_repeats(repeats)
+    generator = torch.Generator().manual_seed(0)
+    runs: dict[tuple[str, int], Callable[[], Output]] = {}
+    for name, (engine, most) in engines.items():
+        if engine.limit is not None and context + most > engine.limit:
+            raise PeftlabError(f"context: {context} and {most} more tokens exceed {name}'s {engine.limit}")
+        ids = torch.randint(engine.vocab_size, (batch, context + most), generator=generator).to(engine.device)
+        cache = empty_cache(engine, context + most, ids[:, :context].tolist())
+        engine.forward(cache, ids[:, :context], Block((0,) * batch, context), [context - 1])
+        for k in range(1, most + 1):
+            runs[name, k] = partial(engine.forward, cache, ids[:, context : context + k], Block((context,) * batch, k))
+    seconds: dict[tuple[str, int], list[float]] = {key: [] for key in runs}
+    for _ in range(repeats + 1):
+        for key, run in runs.items():
+            began = time.perf_counter()
+            float(run().logits[0, -1, 0])  # reading a number waits for the device
+            seconds[key].append(time.perf_counter() - began)
+    return {key: values[1:] for key, values in seconds.items()}
+
+
+def check_repeats(repeats: int) -> None:
+    """Raise ``PeftlabError`` if nothing would be measured."""
+    if repeats < 1:
+        raise PeftlabError(f"repeats: {repeats} measures nothing; give 1 or more, and 2 or more for an interval")
+
+
+@dataclass(frozen=True)
+class MeasuredStepTimes:
+    """Seconds of a step at some batch sizes; between two of them they are taken to lie on a line.
+
+    Attributes:
+        targets: batch size -> seconds of a target step over 1, 2, ... tokens of each sequence; the sizes rise.
+        drafts: batch size -> seconds of a draft step over one token of each; empty for a drafter without a model.
+    """
+
+    targets: Mapping[int, Sequence[float]]
+    drafts: Mapping[int, float]
+
+    def target(self, batch: int, tokens: int) -> float:
+        """Return the seconds of a target step.
+
+        Args:
+            batch: sequences. tokens: of each.
+        """
+        return _interpolate({size: times[tokens - 1] for size, times in self.targets.items()}, batch)
+
+    def draft(self, batch: int) -> float:
+        """Return the seconds of a draft step."""
+        return _interpolate(self.drafts, batch) if self.drafts else 0.0
+
+
+def measure_times(
+    target: Engine, draft: Engine | None, largest: int, longest: int, *, context: int = 128, repeats: int = 3
+) -> MeasuredStepTimes:
+    """Measure the step times by which a draft length is chosen: medians of a few repeats.
+
+    Args:
+        target: its engine. draft: engine of the draft; None for a drafter without a model.
+        largest: batch size; 1, 2, 4, ... up to it are measured. longest: drafted tokens at most.
+        context: tokens of each sequence in the cache, fewer where the models have less room. repeats: of each step.
+
+    Raises:
+        PeftlabError: a model has no room for as many tokens.
+    """
+    sizes = [*(1 << i for i in range((largest - 1).bit_length())), largest]
+    engines = {"target": (target, longest + 1)} | ({"draft": (draft, 1)} if draft is not None else {})
+    rooms = [engine.limit - most for engine, most in engines.values() if engine.limit is not None]
+    context = max(1, min(context, *rooms)) if rooms else context
+    targets, drafts = dict[int, list[float]](), dict[int, float]()
+    for size in sizes:
+        found = step_seconds(engines, batch=size, context=context, repeats=repeats)
+        targets[size] = [statistics.median(found["target", k]) for k in range(1, longest + 2)]
+        if draft is not None:
+            drafts[size] = statistics.median(found["draft", 1])
+    return MeasuredStepTimes(targets, drafts)
+
+
+def _interpolate(values: Mapping[int, float], size: int) -> float:
+    """Return the value at ``size``, interpolated between its neighbours; past the ends, that of the nearest size."""
+    below = max((each for each in values if each <= size), default=min(values))
+    above = min((each for each in values if each >= size), default=max(values))
+    if above <= below:
+        return values[above]
+    share = (size - below) / (above - below)
+    return (1 - share) * values[below] + share * values[above]
 
 
 @dataclass(frozen=True)
@@ -126,6 +400,93 @@ class OverlapMeter:
             return None
         n = self.positions
         return OverlapRates(self._overlap / n, self._argmax / n, self._p_of_argmax / n)
+
+
+def emitted_law(p: Tensor, allowed: Tensor, drawn_from: Sequence[Tensor]) -> Tensor:
+    """Return the distribution of the token that a rule emits after a prefix for which children were drafted, [V].
+
+    Args:
+        p, allowed: [V]. drawn_from: of each child in turn, the distribution [V] that it was drawn from
+            given its elder siblings.
+    """
+    law, left = torch.zeros_like(p), p.new_ones(())
+    for q in drawn_from:
+        accepted = q * allowed
+        law, left = law + left * accepted, left * (1 - accepted.sum())
+    return law + left * p
+
+
+@dataclass(frozen=True)
+class LossyResult:
+    """The effect of a lossy rule on an output.
+
+    Attributes:
+        rule: its name.
+        distance: mean over the output's tokens of the total variation between the law of the token and the target's p
+            after the same text; in the best pairing with an exact token, the probability that the two differ. At
+            temperature 0, the share of tokens that are not the target's choice there. None where nothing was output.
+        differing: share of tokens that differ from the exact greedy output, place by place; None when sampling.
+    """
+
+    rule: str
+    distance: float | None
+    differing: float | None = None
+
+    def line(self) -> str:
+        """Return the result as one line of text."""
+        text = f"lossy: {self.rule}"
+        if self.distance is not None:
+            text += f", total variation from the target's distribution {self.distance:.3f} per token"
+        if self.differing is not None:
+            text += f", {100 * self.differing:.1f} % of the tokens differ from the exact output"
+        return text
+
+
+@dataclass
+class DistanceMeter:
+    """An ``observe`` for ``decode.decode`` that measures ``LossyResult.distance``.
+
+    Attributes:
+        rule, sampling: as given to ``decode``. tokens: measured so far.
+    """
+
+    rule: LossyRule
+    sampling: Sampling
+    tokens: int = field(default=0, init=False)
+    _total: float = field(default=0.0, init=False)
+
+    def __call__(self, rows: list[Row], verified: Verified) -> None:
+        draft = verified.draft
+        laws, allowed = self.rule.laws(verified.output.logits, self.sampling)
+        for i, path in enumerate(verified.paths):
+            tokens = draft.tokens[i].tolist()
+            drawn = one_hot(draft.tokens[i], laws) if draft.probs is None else draft.probs[i]
+            for node in (-1, *path):
+                below = [
+                    child for child, parent in enumerate(draft.parents_of(i)) if parent == node and tokens[child] >= 0
+                ]
+                p = laws[i, node + 1]
+                law = emitted_law(p, allowed[i, node + 1], [drawn[child] for child in below])
+                self._total += float((law - p).abs().sum()) / 2
+                self.tokens += 1
+
+    def result(self, differing: float | None = None) -> LossyResult:
+        """Return the measured distance, and the share of differing tokens if it is known.
+
+        Args:
+            differing: see ``LossyResult``.
+        """
+        return LossyResult(self.rule.name, self._total / self.tokens if self.tokens else None, differing)
+
+
+def differing_share(exact: Sequence[Sequence[int]], other: Sequence[Sequence[int]]) -> float:
+    """Return the share of places at which two lists of outputs differ; a missing token differs from any.
+
+    Args:
+        exact, other: token ids of each output.
+    """
+    places = [pair for both in zip(exact, other, strict=True) for pair in zip_longest(*both)]
+    return sum(one != two for one, two in places) / max(1, len(places))
 
 
 @dataclass(frozen=True)
