@@ -19,6 +19,7 @@ import torch
 
 from peftlab.decoding.cache import Engine
 from peftlab.decoding.decode import Drafter, Generation, Observe, Row, StoppingCriteria, Verified, decode
+from peftlab.decoding.generation import BROKEN
 from peftlab.decoding.measurements import (
     BenchmarkResult,
     CategoryResult,
@@ -47,7 +48,6 @@ from peftlab.decoding.measurements import (
 )
 from peftlab.decoding.policies import Fixed, PolicyFactory
 from peftlab.decoding.sampling import TRAVERSAL, LossyRule, Sampling, Verifier
-from peftlab.decoding.text_stream import BROKEN
 from peftlab.errors import PeftlabError
 from peftlab.hardware import describe_cpu
 

@@ -304,7 +304,7 @@ class StoppingCriteria:
     Attributes:
         max_new_tokens: its largest number of tokens.
         eos: token ids that end it; the token itself is part of the output.
-        stops: output ids -> whether they are complete, asked at every token (``text_stream.stop_at``).
+        stops: output ids -> whether they are complete, asked at every token (``generation.stop_at``).
     """
 
     max_new_tokens: int

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from peftlab.decoding.cache import Engine
 from peftlab.decoding.decode import Drafter, StoppingCriteria, decode
+from peftlab.decoding.generation import TextStream, stop_at
 from peftlab.decoding.measurements import (
     DistanceMeter,
     LossyResult,
@@ -24,7 +25,6 @@ from peftlab.decoding.policies import Fixed, PolicyFactory, PolicyInputs, fixed
 from peftlab.decoding.sampled_trees import GrowthFactory
 from peftlab.decoding.sampling import TRAVERSAL, LossyRule, Sampling, Verifier
 from peftlab.decoding.table import DRAWN, HEAD, TIMES, NamedRule, lossy, model_free, policy, tree, verifier, window
-from peftlab.decoding.text_stream import TextStream, stop_at
 from peftlab.drafting.acceptance import load_acceptance_head
 from peftlab.drafting.load import (
     ONE_PASS,

@@ -49,12 +49,11 @@ from transformers import (
 )
 
 from peftlab.decoding.cache import Block, KVCache, shape_of
-from peftlab.decoding.engines import EqualLengths, PathByPath, Trial, build_engine, difference
+from peftlab.decoding.engines import EqualLengths, PathByPath, TransformersEngine, Trial, build_engine, difference
 from peftlab.decoding.flat import FlatEngine, structure_of
 from peftlab.decoding.model_drafter import ReducedVocabulary, read_draft_tokens, write_draft_tokens
 from peftlab.decoding.packed import float16_scale
 from peftlab.decoding.theory import best_tree, parents_of
-from peftlab.decoding.transformers_engine import TransformersEngine
 from peftlab.errors import PeftlabError
 
 SMALL = {
