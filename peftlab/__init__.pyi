@@ -11,8 +11,8 @@ from .checkpoints.merge import merge_checkpoint as merge_checkpoint
 from .checkpoints.merge import unmerge_checkpoint as unmerge_checkpoint
 from .checkpoints.merge_plan import MergeOptions as MergeOptions
 from .decoding.decode import decode as decode
+from .drafting.base import load_pair as load_pair
 from .drafting.export import export_draft as export_draft
-from .drafting.load import load_pair as load_pair
 from .errors import PeftlabError as PeftlabError
 from .methods.adapter_set import adapter_names as adapter_names
 from .methods.adapter_set import delete_adapter as delete_adapter

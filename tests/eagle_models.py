@@ -14,7 +14,7 @@ from peftlab.drafting.acceptance import frequent_tokens
 from peftlab.drafting.eagle import Eagle3, EagleStep
 from peftlab.drafting.objectives import Objective
 from peftlab.drafting.state_network import EagleModel, FeatureLoss, shape_for
-from peftlab.drafting.states import head_weight, input_embedding
+from peftlab.drafting.target import head_weight, input_embedding
 from peftlab.drafting.text import Collate, make_dataset
 from peftlab.tasks.prompts import Request
 

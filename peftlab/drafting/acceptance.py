@@ -14,10 +14,10 @@ from torch.nn import functional as F
 
 from peftlab.checkpoints.tensors import read_tensors, write_tensors
 from peftlab.decoding.theory import RankRates, acceptance_rate, vocabulary_cap
-from peftlab.drafting.states import frozen_hidden, head_weight, logits_of
+from peftlab.drafting.target import IDENTITY_FILE, frozen_hidden, head_weight, logits_of
 from peftlab.drafting.text import Collate
 from peftlab.errors import PeftlabError
-from peftlab.files import replacing
+from peftlab.files import read_object, replacing, write_json
 from peftlab.tasks.batches import eval_batches
 
 _CHUNK = 256  # tokens whose two distributions live at a time
@@ -195,6 +195,21 @@ def read_rates(stored: object, where: Path) -> RankRates | None:
     if not rates or not falling or len({len(each) for each in rates}) > 1 or not rates[0]:
         raise PeftlabError(f"{where}: {KEY} is not, for each depth, rates that fall from rank to rank")
     return RankRates(rates)
+
+
+def write_ranks(directory: Path, ranks: RankRates) -> None:
+    """Store beside the identity of the target how often the target accepts each choice of the draft.
+
+    Args:
+        directory: of the draft, in which the identity is stored. ranks: the measured rates.
+    """
+    write_json(directory / IDENTITY_FILE, {**read_object(directory / IDENTITY_FILE), KEY: rates_on_disk(ranks)})
+
+
+def read_ranks(directory: Path) -> RankRates | None:
+    """Return the rates that ``write_ranks`` has stored, or None."""
+    file = directory / IDENTITY_FILE
+    return read_rates(read_object(file).get(KEY), file) if file.exists() else None
 
 
 def _is_list(value: object) -> TypeGuard[list[object]]:

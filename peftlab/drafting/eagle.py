@@ -18,8 +18,8 @@ from peftlab.checkpoints.tensors import read_tensors, write_tensors
 from peftlab.decoding.cache import Block, KVCache
 from peftlab.decoding.flat import fold_heads, rotate, structure_of, unfold_heads
 from peftlab.decoding.packed import pack_linears
+from peftlab.drafting.acceptance import read_ranks
 from peftlab.drafting.base import DraftExporter, Loss
-from peftlab.drafting.checks import check_tokenizer, read_ranks
 from peftlab.drafting.config import Eagle3Draft
 from peftlab.drafting.objectives import make_objective
 from peftlab.drafting.state_network import (
@@ -43,8 +43,8 @@ from peftlab.drafting.state_network import (
     sizes,
     token_maps,
 )
-from peftlab.drafting.states import head_weight, input_embedding
 from peftlab.drafting.table import DRAFTS
+from peftlab.drafting.target import check_tokenizer, head_weight, input_embedding
 from peftlab.errors import PeftlabError
 from peftlab.files import Json, member, read_object, write_json
 from peftlab.models.pretrained import load_config, load_tokenizer

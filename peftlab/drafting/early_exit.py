@@ -21,10 +21,8 @@ from peftlab.decoding.sampled_trees import DrawnTrees, GrowthFactory
 from peftlab.drafting.acceptance import Acceptance, add_rates, batches
 from peftlab.drafting.base import DraftExporter, DraftKind, Loss, OwnLayers, Pair, SavedDraft, ServedDraft, TargetLoader
 from peftlab.drafting.config import EarlyExitDraft
-from peftlab.drafting.losses import chunked_loss
-from peftlab.drafting.objectives import Objective, make_objective
-from peftlab.drafting.states import forward_hidden, frozen_hidden, head_weight, layer_stack, truncate, unwrapped
-from peftlab.drafting.text import following
+from peftlab.drafting.objectives import Objective, chunked_loss, following, make_objective
+from peftlab.drafting.target import forward_hidden, frozen_hidden, head_weight, layer_stack, truncate, unwrapped
 from peftlab.errors import PeftlabError
 from peftlab.methods.injection import disabled
 from peftlab.models.pretrained import eval_mode

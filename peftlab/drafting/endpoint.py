@@ -26,7 +26,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from peftlab.drafting.config import DraftData
-from peftlab.drafting.states import frozen_hidden, head_weight
+from peftlab.drafting.target import frozen_hidden, head_weight
 from peftlab.drafting.text import WritingSettings, weights_digest
 from peftlab.errors import PeftlabError, did_you_mean, reason
 from peftlab.files import LOCK, Json, locked, member, parse_json, read_text, write_errors, write_json

@@ -23,9 +23,9 @@ from pathlib import Path
 import torch
 
 from peftlab.drafting.base import DraftKind
-from peftlab.drafting.checks import check_tokenizers
 from peftlab.drafting.config import DraftConfig
 from peftlab.drafting.table import find_draft
+from peftlab.drafting.target import check_tokenizers
 from peftlab.errors import PeftlabError, did_you_mean
 from peftlab.files import MARK, Json, staged_directory
 from peftlab.models.finetuned import plain_directory

@@ -22,13 +22,10 @@ from peftlab.decoding.parallel_drafters import MaskedPassEngine, Masks, OnePassD
 from peftlab.decoding.recurrent import MIXERS
 from peftlab.drafting.acceptance import Acceptance, add_rates, batches, rates_by_depth
 from peftlab.drafting.base import DraftExporter, DraftKind, Loss, OwnLayers, Pair, SavedDraft, ServedDraft, TargetLoader
-from peftlab.drafting.checks import TargetIdentity, check_target, check_tokenizer, identify
 from peftlab.drafting.config import GatedLoraDraft
-from peftlab.drafting.losses import chunked_loss
-from peftlab.drafting.objectives import Objective, make_objective
+from peftlab.drafting.objectives import Objective, chunked_loss, following, make_objective
 from peftlab.drafting.pard import MaskRows, check_parallel, parallel_states, with_token
-from peftlab.drafting.states import head_weight
-from peftlab.drafting.text import following
+from peftlab.drafting.target import TargetIdentity, check_target, check_tokenizer, head_weight, identify
 from peftlab.errors import PeftlabError
 from peftlab.files import member, read_object, staged_directory, write_json
 from peftlab.methods.config import MethodConfig

@@ -38,10 +38,9 @@ from peftlab.drafting.acceptance import (
 )
 from peftlab.drafting.base import DraftExporter, DraftKind, Loss, Pair, SavedDraft, ServedDraft, TargetLoader
 from peftlab.drafting.config import HeadsConfig, HydraDraft, MedusaDraft
-from peftlab.drafting.losses import chunked_loss
-from peftlab.drafting.objectives import Objective, make_objective
-from peftlab.drafting.states import frozen_hidden, head_weight, input_embedding, last_hidden, unwrapped
-from peftlab.drafting.text import continued, following
+from peftlab.drafting.objectives import Objective, chunked_loss, following, make_objective
+from peftlab.drafting.target import frozen_hidden, head_weight, input_embedding, last_hidden, unwrapped
+from peftlab.drafting.text import continued
 from peftlab.errors import PeftlabError
 from peftlab.files import Json, member, read_object, staged_directory, write_json
 from peftlab.methods.config import MethodConfig

@@ -24,7 +24,10 @@ from peftlab.decoding.own_layers import AdaptedExit, EarlyExit, KangarooDrafter
 from peftlab.decoding.sampling import Sampling
 from peftlab.drafting.acceptance import measure, response_tokens
 from peftlab.drafting.base import DraftExporter, DraftKind, Loss, OwnLayers, Pair, SavedDraft, ServedDraft, TargetLoader
-from peftlab.drafting.checks import (
+from peftlab.drafting.config import ModelDraft, NewModel
+from peftlab.drafting.objectives import PairLoss, make_objective
+from peftlab.drafting.pruning import Search, choose_layers, choose_units, kept_units, pruned_draft
+from peftlab.drafting.target import (
     check_dtypes,
     check_head,
     check_models,
@@ -32,12 +35,11 @@ from peftlab.drafting.checks import (
     check_tokenizers,
     check_tokens,
     common_vocabulary,
+    head_weight,
+    layer_stack,
+    truncate,
+    unwrapped,
 )
-from peftlab.drafting.config import ModelDraft, NewModel
-from peftlab.drafting.losses import PairLoss
-from peftlab.drafting.objectives import make_objective
-from peftlab.drafting.pruning import Search, choose_layers, choose_units, kept_units, pruned_draft
-from peftlab.drafting.states import head_weight, layer_stack, truncate, unwrapped
 from peftlab.errors import PeftlabError, reason
 from peftlab.models.pretrained import eval_mode, load_config, load_tokenizer
 from peftlab.models.quantised import DTYPES, quantised_linears

@@ -15,8 +15,8 @@ from peftlab.decoding.cache import Block, KVCache
 from peftlab.decoding.flat import structure_of
 from peftlab.decoding.packed import pack_linears
 from peftlab.decoding.theory import RankRates
+from peftlab.drafting.acceptance import read_ranks
 from peftlab.drafting.base import DraftExporter
-from peftlab.drafting.checks import read_ranks
 from peftlab.drafting.config import MtpDraft
 from peftlab.drafting.state_network import (
     FORMAT,
@@ -38,8 +38,8 @@ from peftlab.drafting.state_network import (
     sizes,
     token_maps,
 )
-from peftlab.drafting.states import head_weight, input_embedding
 from peftlab.drafting.table import DRAFTS
+from peftlab.drafting.target import head_weight, input_embedding
 from peftlab.errors import PeftlabError
 from peftlab.files import Json, member, read_object, write_json
 

@@ -21,11 +21,10 @@ from peftlab.drafting.acceptance import Acceptance, add_rates, batches, rates_by
 from peftlab.drafting.base import DraftExporter, Loss, Pair, SavedDraft, ServedDraft, TargetLoader
 from peftlab.drafting.config import PardDraft, Truncation, eighth
 from peftlab.drafting.export import check_plain, copy_plain
-from peftlab.drafting.losses import Inputs, chunked_loss
 from peftlab.drafting.model import ModelKind, draft_engine, open_model
-from peftlab.drafting.objectives import Objective, make_objective
-from peftlab.drafting.states import forward_hidden, frozen_hidden, head_weight, unwrapped
-from peftlab.drafting.text import continued, following
+from peftlab.drafting.objectives import Inputs, Objective, chunked_loss, following, make_objective
+from peftlab.drafting.target import forward_hidden, frozen_hidden, head_weight, unwrapped
+from peftlab.drafting.text import continued
 from peftlab.errors import PeftlabError
 from peftlab.files import member, read_object, write_json
 from peftlab.models.pretrained import eval_mode

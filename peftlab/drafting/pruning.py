@@ -22,9 +22,8 @@ from transformers.pytorch_utils import Conv1D
 
 from peftlab.checkpoints.tensors import read_tensors, write_tensors
 from peftlab.drafting.config import Pruning, Truncation
-from peftlab.drafting.losses import PairLoss
-from peftlab.drafting.objectives import Objective
-from peftlab.drafting.states import layer_stack, truncate
+from peftlab.drafting.objectives import Objective, PairLoss
+from peftlab.drafting.target import layer_stack, truncate
 from peftlab.drafting.text import Collate, weights_digest, write_missing
 from peftlab.errors import PeftlabError
 from peftlab.files import Json, replacing

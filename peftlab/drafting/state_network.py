@@ -33,13 +33,20 @@ from peftlab.drafting.acceptance import (
     rates_by_depth,
     response_tokens,
     right_choices,
+    write_ranks,
 )
 from peftlab.drafting.base import DraftKind, Loss, Pair, SavedDraft, ServedDraft, TargetLoader
-from peftlab.drafting.checks import check_target, check_tokenizer, identify, write_ranks
 from peftlab.drafting.config import StateConfig
-from peftlab.drafting.losses import chunked_loss
-from peftlab.drafting.objectives import Objective, make_objective
-from peftlab.drafting.states import forward_hidden, head_weight, input_embedding, unwrapped
+from peftlab.drafting.objectives import Objective, chunked_loss, make_objective
+from peftlab.drafting.target import (
+    check_target,
+    check_tokenizer,
+    forward_hidden,
+    head_weight,
+    identify,
+    input_embedding,
+    unwrapped,
+)
 from peftlab.drafting.text import continued, weights_digest, write_missing
 from peftlab.errors import PeftlabError
 from peftlab.files import Json, member, replacing, staged_directory

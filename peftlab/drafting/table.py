@@ -117,8 +117,3 @@ def find_draft(reference: str) -> tuple[DraftRow, str]:
         if name != "model" and (place := row.find(reference)) is not None:
             return row, place
     return DRAFTS["model"], DRAFTS["model"].find(reference) or reference
-
-
-def drafts_with_heads(draft: str | None) -> bool:
-    """Whether a reference, as ``find_draft`` takes it, names a kind with ``DraftRow.heads``; nothing is loaded."""
-    return draft is not None and find_draft(draft)[0].heads

@@ -22,7 +22,7 @@ from peftlab.decoding.engines import build_engine
 from peftlab.decoding.model_free import END, SuffixAutomaton
 from peftlab.decoding.sampling import Sampling
 from peftlab.drafting.objectives import TopK, topk_targets
-from peftlab.drafting.states import frozen_hidden, head_weight
+from peftlab.drafting.target import frozen_hidden, head_weight
 from peftlab.errors import PeftlabError
 from peftlab.files import (
     LOCK,
@@ -111,11 +111,6 @@ def continued(inputs: dict[str, Tensor]) -> Tensor:
     place = torch.arange(inputs["input_ids"].shape[1], device=inputs["input_ids"].device)
     last = inputs["attention_mask"].sum(1, keepdim=True) - 1
     return (place >= inputs["start"][:, None]) & (place < last)
-
-
-def following(input_ids: Tensor) -> Tensor:
-    """Return the token after each one, [b, n]; the last place is filled with 0."""
-    return torch.cat([input_ids[:, 1:], torch.zeros_like(input_ids[:, :1])], 1)
 
 
 _SAMPLED = 1024  # elements per tensor that distinguish one set of weights from another

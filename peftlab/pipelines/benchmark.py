@@ -22,7 +22,7 @@ from peftlab.decoding.cache import CacheMemory, cache_memory
 from peftlab.decoding.decode import Drafter
 from peftlab.decoding.measurements import BenchmarkResult, Stopwatch, timed_calls
 from peftlab.decoding.table import HEAD, MODEL_FREE, model_free
-from peftlab.drafting.load import (
+from peftlab.drafting.base import (
     ONE_PASS,
     PEARL,
     SUFFIX_AND_DRAFT,
@@ -31,7 +31,7 @@ from peftlab.drafting.load import (
     make_drafter,
     needs_draft,
 )
-from peftlab.drafting.table import drafts_with_heads
+from peftlab.drafting.table import find_draft
 from peftlab.errors import PeftlabError
 from peftlab.files import to_json
 from peftlab.pipelines.generate import (
@@ -256,7 +256,7 @@ def plan_draft(
     planning.check_plan(max_gamma, repeats, batches)
     if not 0 <= alpha <= 1:
         raise PeftlabError(f"alpha: {alpha} is not a probability")
-    if drafts_with_heads(draft):
+    if draft is not None and find_draft(draft)[0].heads:
         raise PeftlabError(f"draft {draft}: such drafts have no step for each token to plan; use draft bench")
     pair = options.load(target, draft)
     result: planning.MeasuredPlan | planning.MeasuredAdvice

@@ -27,13 +27,20 @@ from peftlab.decoding.measurements import Conditions, Interval, MeasuredGain, Ti
 from peftlab.decoding.model_free import SuffixLookup, with_copies
 from peftlab.decoding.table import HEAD, Window, policy, window
 from peftlab.drafting.acceptance import ceiling, save_acceptance_head, train_acceptance_head
-from peftlab.drafting.base import DraftKind, SavedDraft, ScheduledLoss, ServedDraft
-from peftlab.drafting.checks import check_head, check_method
+from peftlab.drafting.base import (
+    SUFFIX,
+    SUFFIX_AND_DRAFT,
+    DraftKind,
+    SavedDraft,
+    ScheduledLoss,
+    ServedDraft,
+    with_window,
+)
 from peftlab.drafting.config import DraftConfig
 from peftlab.drafting.endpoint import ServedPrompt, ServedText, Target, served_continuations, served_model
-from peftlab.drafting.load import SUFFIX, SUFFIX_AND_DRAFT, with_window
 from peftlab.drafting.objectives import make_objective
 from peftlab.drafting.table import DRAFTS
+from peftlab.drafting.target import check_head, check_method
 from peftlab.drafting.text import (
     Collate,
     Repetition,

@@ -22,7 +22,7 @@ from peftlab.checkpoints.adapter import fill, load_model, read_adapter, save_ada
 from peftlab.checkpoints.merge import check_merge, merge_checkpoint
 from peftlab.checkpoints.merge_plan import MergeOptions
 from peftlab.decoding.generation import answering
-from peftlab.drafting.checks import eos_ids
+from peftlab.drafting.target import eos_ids
 from peftlab.errors import PeftlabError, about
 from peftlab.files import Claim, Json, scratch_directory, staged_directory, to_json, write_json, write_text
 from peftlab.hardware import Cpu, describe_cpu

@@ -26,7 +26,7 @@ from peftlab.decoding.sampled_trees import GrowthFactory
 from peftlab.decoding.sampling import TRAVERSAL, LossyRule, Sampling, Verifier
 from peftlab.decoding.table import DRAWN, HEAD, TIMES, NamedRule, lossy, model_free, policy, tree, verifier, window
 from peftlab.drafting.acceptance import load_acceptance_head
-from peftlab.drafting.load import (
+from peftlab.drafting.base import (
     ONE_PASS,
     PEARL,
     SUFFIX,
@@ -37,7 +37,7 @@ from peftlab.drafting.load import (
     make_drafter,
     needs_draft,
 )
-from peftlab.drafting.table import drafts_with_heads
+from peftlab.drafting.table import find_draft
 from peftlab.drafting.text import index_corpus, read_documents
 from peftlab.errors import PeftlabError
 from peftlab.hardware import Cpu, describe_cpu
@@ -147,7 +147,7 @@ class DecodingOptions:
         Args:
             target: reference. draft: reference as ``find_draft`` takes it; None for none.
         """
-        heads = drafts_with_heads(draft)
+        heads = draft is not None and find_draft(draft)[0].heads
         check_tree(self.width, self.tree is not None, drafted=draft is not None, heads=heads)
         seen = None if self.draft_window is None else window(self.draft_window)
         if seen is not None and draft is None:

@@ -23,8 +23,7 @@ from peftlab.decoding.engines import build_engine
 from peftlab.decoding.model_drafter import read_draft_tokens
 from peftlab.decoding.sampling import Sampling
 from peftlab.decoding.table import HEAD, policy, window
-from peftlab.drafting.base import DraftKind, SavedDraft, ServedDraft
-from peftlab.drafting.checks import check_method, end_ids
+from peftlab.drafting.base import DraftKind, SavedDraft, ServedDraft, with_window
 from peftlab.drafting.config import DraftConfig
 from peftlab.drafting.live import (
     LiveRequest,
@@ -35,8 +34,8 @@ from peftlab.drafting.live import (
     stream_results,
     window_result,
 )
-from peftlab.drafting.load import with_window
 from peftlab.drafting.table import DRAFTS
+from peftlab.drafting.target import check_method, end_ids
 from peftlab.drafting.text import make_dataset, weights_digest
 from peftlab.errors import PeftlabError
 from peftlab.files import Json, claimed, read_object, staged_directory, to_json, write_json, write_text

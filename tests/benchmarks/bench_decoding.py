@@ -27,8 +27,8 @@ from peftlab.decoding.model_free import PromptLookup, TokenRecycling
 from peftlab.decoding.policies import Fixed
 from peftlab.decoding.sampled_trees import rsd_c
 from peftlab.decoding.sampling import Sampling
-from peftlab.drafting.checks import eos_ids
-from peftlab.drafting.load import SUFFIX_AND_DRAFT, load_pair, make_drafter
+from peftlab.drafting.base import SUFFIX_AND_DRAFT, load_pair, make_drafter
+from peftlab.drafting.target import eos_ids
 from peftlab.models.pretrained import load_base, load_tokenizer
 from peftlab.pipelines.benchmark import watched
 from peftlab.reporting.drafts import finite

@@ -35,9 +35,8 @@ from peftlab.decoding.model_drafter import ModelDrafter
 from peftlab.decoding.policies import Fixed
 from peftlab.decoding.state_drafters import HeadsDrafter
 from peftlab.drafting.acceptance import Acceptance, measure
-from peftlab.drafting.checks import eos_ids
 from peftlab.drafting.heads import HeadedModel, MedusaHeads, ReducedHeads, measure_heads, read_medusa
-from peftlab.drafting.states import head_weight
+from peftlab.drafting.target import eos_ids, head_weight
 from peftlab.drafting.text import make_dataset
 from peftlab.models.pretrained import load_base, load_tokenizer
 from peftlab.pipelines.draft import run_draft

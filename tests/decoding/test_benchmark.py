@@ -41,7 +41,7 @@ from peftlab.decoding.state_drafters import FeatureDrafter, HeadsDrafter
 from peftlab.drafting.config import MedusaDraft
 from peftlab.drafting.heads import MedusaHeads, MedusaKind, write_medusa
 from peftlab.drafting.state_network import default_features
-from peftlab.drafting.states import truncate
+from peftlab.drafting.target import truncate
 from peftlab.errors import PeftlabError
 from peftlab.files import to_json
 from peftlab.hardware import describe_cpu

@@ -15,9 +15,8 @@ from peftlab.decoding.model_drafter import ModelDrafter
 from peftlab.decoding.model_free import PromptLookup, TokenRecycling
 from peftlab.decoding.policies import AcceptanceHead, Confidence, Fixed, Heuristic
 from peftlab.decoding.state_drafters import HeadsDrafter, tree_tokens
-from peftlab.drafting.checks import check_tokens, common_vocabulary
 from peftlab.drafting.heads import MedusaHeads
-from peftlab.drafting.states import truncate
+from peftlab.drafting.target import check_tokens, common_vocabulary, truncate
 from peftlab.errors import PeftlabError
 
 

@@ -30,7 +30,7 @@ from peftlab.drafting.eagle import EagleStep
 from peftlab.drafting.early_exit import exit_engine
 from peftlab.drafting.heads import HydraHeads, MedusaHeads
 from peftlab.drafting.state_network import default_features
-from peftlab.drafting.states import truncate
+from peftlab.drafting.target import truncate
 from peftlab.hardware import resolve_device
 from peftlab.models.pretrained import load_base
 from tests.eagle_models import eagle, trained_eagle

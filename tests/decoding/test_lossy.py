@@ -25,7 +25,7 @@ from peftlab.decoding.sampling import (
     verify_lossy,
 )
 from peftlab.decoding.table import LOSSY, lossy
-from peftlab.drafting.states import truncate
+from peftlab.drafting.target import truncate
 from peftlab.errors import PeftlabError
 from tests.command_line import invoke
 

@@ -31,11 +31,10 @@ from peftlab.decoding.theory import (
     reach_probabilities,
     recommendation,
 )
-from peftlab.drafting.base import target_weights
+from peftlab.drafting.base import draft_costs, target_weights
 from peftlab.drafting.eagle import EagleStep
 from peftlab.drafting.heads import MedusaHeads
-from peftlab.drafting.load import draft_costs
-from peftlab.drafting.states import truncate
+from peftlab.drafting.target import truncate
 from peftlab.errors import PeftlabError
 from peftlab.reporting.drafts import page, plan_facts, plan_plots, plan_tables, published_theory
 from tests.eagle_models import eagle

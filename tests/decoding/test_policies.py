@@ -16,7 +16,7 @@ from peftlab.decoding.policies import Confidence, Fixed, Goodput
 from peftlab.decoding.state_drafters import FeatureDrafter
 from peftlab.decoding.table import DRAWN, POLICIES, policy
 from peftlab.drafting.acceptance import AcceptancePredictor, save_acceptance_head
-from peftlab.drafting.states import truncate
+from peftlab.drafting.target import truncate
 from peftlab.errors import PeftlabError
 from peftlab.pipelines.generate import HEAD_FILE, draft_lengths
 from tests.command_line import invoke

@@ -20,7 +20,7 @@ from peftlab.decoding.sampled_trees import KSEQ, DrawnTrees, rsd_c, rsd_s, speci
 from peftlab.decoding.sampling import TOKENS, TRAVERSAL, Sampling
 from peftlab.decoding.state_drafters import FeatureDrafter, HeadsDrafter, tree_tokens
 from peftlab.drafting.state_network import default_features
-from peftlab.drafting.states import truncate
+from peftlab.drafting.target import truncate
 from peftlab.errors import PeftlabError
 from tests.eagle_models import trained_eagle
 

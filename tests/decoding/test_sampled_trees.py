@@ -41,7 +41,7 @@ from peftlab.decoding.sampling import (
     verify_tree,
 )
 from peftlab.decoding.theory import acceptance_rate
-from peftlab.drafting.states import truncate
+from peftlab.drafting.target import truncate
 from peftlab.errors import PeftlabError
 from tests.command_line import invoke
 

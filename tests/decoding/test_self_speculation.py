@@ -26,8 +26,8 @@ from peftlab.decoding.own_layers import EarlyExit
 from peftlab.decoding.policies import Confidence, Fixed
 from peftlab.decoding.sampled_trees import DrawnTrees, rsd_c
 from peftlab.decoding.sampling import Sampling
-from peftlab.drafting.load import load_pair, make_drafter
-from peftlab.drafting.states import truncate
+from peftlab.drafting.base import load_pair, make_drafter
+from peftlab.drafting.target import truncate
 from peftlab.errors import PeftlabError
 
 LAYERS, EXIT = 4, 2

@@ -17,7 +17,7 @@ from peftlab.decoding.model_free import TokenRecycling, with_copies
 from peftlab.decoding.policies import Confidence, Fixed
 from peftlab.decoding.sampled_trees import DrawnTrees
 from peftlab.decoding.sampling import Sampling
-from peftlab.drafting.states import truncate
+from peftlab.drafting.target import truncate
 from peftlab.errors import PeftlabError
 from peftlab.pipelines.benchmark import benchmark, plan_draft
 from peftlab.pipelines.generate import DecodingOptions, generate

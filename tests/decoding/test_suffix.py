@@ -16,8 +16,8 @@ from peftlab.decoding.model_drafter import ModelDrafter
 from peftlab.decoding.model_free import END, ROOT, SuffixAndDraft, SuffixAutomaton, SuffixLookup, fuse
 from peftlab.decoding.policies import Fixed
 from peftlab.decoding.sampling import Sampling, verify_traversal, verify_tree
-from peftlab.drafting.load import Pair, make_drafter
-from peftlab.drafting.states import truncate
+from peftlab.drafting.base import Pair, make_drafter
+from peftlab.drafting.target import truncate
 from peftlab.drafting.text import index_corpus, read_documents
 from peftlab.errors import PeftlabError
 

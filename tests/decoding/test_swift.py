@@ -16,8 +16,8 @@ from peftlab.decoding.own_layers import SkippedSublayers, SkipSearch, SwiftDraft
 from peftlab.decoding.policies import Fixed
 from peftlab.decoding.sampled_trees import rsd_c
 from peftlab.decoding.sampling import Sampling
+from peftlab.drafting.base import load_pair, make_drafter
 from peftlab.drafting.early_exit import flattened_step
-from peftlab.drafting.load import load_pair, make_drafter
 from peftlab.errors import PeftlabError
 from tests.command_line import invoke
 

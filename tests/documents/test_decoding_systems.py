@@ -23,7 +23,7 @@ from peftlab.decoding.table import (
     tree,
     verifier,
 )
-from peftlab.drafting.load import ONE_PASS, PEARL
+from peftlab.drafting.base import ONE_PASS, PEARL
 from peftlab.drafting.table import DRAFTS as KINDS
 from peftlab.hardware import Cpu
 from peftlab.recipe.load import load_recipe

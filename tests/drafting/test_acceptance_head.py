@@ -21,7 +21,7 @@ from peftlab.drafting.acceptance import (
     states_and_rates,
     train_acceptance_head,
 )
-from peftlab.drafting.states import truncate
+from peftlab.drafting.target import truncate
 from peftlab.drafting.text import make_dataset
 from peftlab.errors import PeftlabError
 

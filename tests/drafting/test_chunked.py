@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from peftlab.drafting.losses import chunked_loss
-from peftlab.drafting.objectives import OBJECTIVES, TopK, topk_targets, weighted_mean
+from peftlab.drafting.objectives import OBJECTIVES, TopK, chunked_loss, topk_targets, weighted_mean
 from peftlab.errors import PeftlabError
 
 T, H, HT, V = 23, 6, 5, 17
@@ -154,7 +153,7 @@ def test_mistakes_are_told(batch):
 
 MEASURE = """
     import torch
-    from peftlab.drafting.losses import chunked_loss
+    from peftlab.drafting.objectives import chunked_loss
     from peftlab.drafting.objectives import kl
 
     torch.set_num_threads(1)

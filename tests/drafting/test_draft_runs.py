@@ -25,7 +25,7 @@ from peftlab.decoding.model_drafter import ModelDrafter
 from peftlab.decoding.policies import Fixed
 from peftlab.decoding.sampling import Sampling
 from peftlab.drafting.acceptance import load_acceptance_head
-from peftlab.drafting.load import load_pair
+from peftlab.drafting.base import load_pair
 from peftlab.errors import PeftlabError
 from peftlab.models.pretrained import load_base
 from peftlab.pipelines import run_recipe
@@ -389,7 +389,7 @@ class TestRefused:
     def test_half_precisions(self) -> None:
         from types import SimpleNamespace
 
-        from peftlab.drafting.checks import check_dtypes
+        from peftlab.drafting.target import check_dtypes
 
         check_dtypes(SimpleNamespace(dtype=torch.bfloat16), SimpleNamespace(dtype=torch.float32))
         with pytest.raises(PeftlabError, match="stored in float16, the target in bfloat16"):

@@ -14,8 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from peftlab.decoding.cache import KVCache
 from peftlab.decoding.engines import build_engine
 from peftlab.decoding.theory import RankRates
-from peftlab.drafting.acceptance import RANKS, ceiling
-from peftlab.drafting.checks import TargetIdentity, write_ranks
+from peftlab.drafting.acceptance import RANKS, ceiling, write_ranks
 from peftlab.drafting.eagle import EagleStep, read_eagle, write_eagle
 from peftlab.drafting.objectives import Objective
 from peftlab.drafting.state_network import (
@@ -28,7 +27,7 @@ from peftlab.drafting.state_network import (
     store_states,
     unroll,
 )
-from peftlab.drafting.states import forward_hidden, head_weight, input_embedding
+from peftlab.drafting.target import TargetIdentity, forward_hidden, head_weight, input_embedding
 from peftlab.drafting.text import Collate, make_dataset
 from peftlab.errors import PeftlabError
 from peftlab.tasks.prompts import Request

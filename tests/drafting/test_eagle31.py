@@ -15,11 +15,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from peftlab.decoding.cache import KVCache
 from peftlab.decoding.decode import StoppingCriteria, decode
+from peftlab.drafting.base import load_pair, make_drafter
 from peftlab.drafting.eagle import EagleStep, read_eagle, read_shape, tensors_of
 from peftlab.drafting.export import export_draft
-from peftlab.drafting.load import load_pair, make_drafter
 from peftlab.drafting.state_network import unroll
-from peftlab.drafting.states import head_weight, input_embedding
+from peftlab.drafting.target import head_weight, input_embedding
 from peftlab.errors import PeftlabError
 
 H, HEADS, KV, D, MLP, EPS, THETA = 16, 4, 2, 4, 24, 1e-5, 10000.0

@@ -15,10 +15,10 @@ from typer.testing import CliRunner
 
 from peftlab.cli.app import app
 from peftlab.decoding.decode import StoppingCriteria, decode
+from peftlab.drafting.base import load_pair, make_drafter
 from peftlab.drafting.eagle import read_eagle, tensors_of
-from peftlab.drafting.load import load_pair, make_drafter
-from peftlab.drafting.states import input_embedding
 from peftlab.drafting.table import DRAFTS
+from peftlab.drafting.target import input_embedding
 from peftlab.errors import PeftlabError
 from peftlab.models.pretrained import load_base
 from peftlab.pipelines import run_recipe

@@ -15,7 +15,7 @@ from torch import nn
 from peftlab.drafting.acceptance import measure
 from peftlab.drafting.early_exit import EarlyExitLoss, find_exit, measure_exits
 from peftlab.drafting.objectives import Objective
-from peftlab.drafting.states import truncate
+from peftlab.drafting.target import truncate
 from peftlab.drafting.text import Collate, make_dataset
 from peftlab.errors import PeftlabError
 from peftlab.methods.injection import inject, make_config, trainable_parameters

@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from peftlab.drafting.export import CONSUMERS, _transformers_example, export_draft
 from peftlab.drafting.heads import read_medusa, write_medusa
-from peftlab.drafting.states import truncate
+from peftlab.drafting.target import truncate
 from peftlab.errors import PeftlabError
 from peftlab.models.pretrained import load_base
 

@@ -22,7 +22,7 @@ from peftlab.drafting.heads import (
     write_hydra,
 )
 from peftlab.drafting.objectives import Objective, kl
-from peftlab.drafting.states import head_weight, last_hidden
+from peftlab.drafting.target import head_weight, last_hidden
 from peftlab.drafting.text import Collate, make_dataset
 from peftlab.errors import PeftlabError
 from peftlab.methods.injection import inject, make_config, trainable_parameters

@@ -15,8 +15,8 @@ from transformers import AutoTokenizer
 from peftlab.checkpoints.merge import merge_checkpoint
 from peftlab.decoding.decode import StoppingCriteria, decode
 from peftlab.decoding.policies import Fixed
+from peftlab.drafting.base import load_pair, make_drafter
 from peftlab.drafting.export import export_draft
-from peftlab.drafting.load import load_pair, make_drafter
 from peftlab.drafting.table import find_draft
 from peftlab.errors import PeftlabError
 from peftlab.pipelines import run_recipe

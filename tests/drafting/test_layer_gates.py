@@ -11,7 +11,7 @@ from draft_models import requests, tiny
 from peftlab.drafting.config import Truncation
 from peftlab.drafting.objectives import Objective
 from peftlab.drafting.pruning import Search, choose_layers, draw_gates, gated
-from peftlab.drafting.states import truncate
+from peftlab.drafting.target import truncate
 from peftlab.drafting.text import make_dataset
 
 IDS = torch.arange(3, 13).view(2, 5)

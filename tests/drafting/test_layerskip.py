@@ -22,7 +22,7 @@ from peftlab.drafting.early_exit import (
     training_exits,
 )
 from peftlab.drafting.objectives import Objective
-from peftlab.drafting.states import forward_hidden
+from peftlab.drafting.target import forward_hidden
 from peftlab.drafting.text import Collate, make_dataset
 from peftlab.errors import PeftlabError
 from peftlab.methods.injection import inject, make_config

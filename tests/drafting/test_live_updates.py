@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 
 from peftlab.cli.app import app
 from peftlab.decoding.decode import StoppingCriteria, decode
+from peftlab.drafting.base import load_pair
 from peftlab.drafting.config import ModelDraft
-from peftlab.drafting.load import load_pair
 from peftlab.errors import PeftlabError
 from peftlab.pipelines import run_recipe, update
 from peftlab.pipelines.update import continued, draft_run, update_draft, update_live, updates

@@ -24,7 +24,7 @@ from peftlab.drafting.heads import (
     write_ranks,
 )
 from peftlab.drafting.objectives import Objective, kl
-from peftlab.drafting.states import head_weight, last_hidden
+from peftlab.drafting.target import head_weight, last_hidden
 from peftlab.drafting.text import Collate, make_dataset
 from peftlab.errors import PeftlabError
 from peftlab.methods.injection import trainable_parameters

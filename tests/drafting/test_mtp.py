@@ -16,7 +16,7 @@ from peftlab.decoding.cache import KVCache
 from peftlab.drafting.mtp import Mtp, MtpStep, new_layer, read_mtp, write_mtp
 from peftlab.drafting.objectives import Objective, kl
 from peftlab.drafting.state_network import EagleModel, FeatureLoss, predictions, unroll
-from peftlab.drafting.states import forward_hidden, head_weight, input_embedding
+from peftlab.drafting.target import forward_hidden, head_weight, input_embedding
 from peftlab.drafting.text import Collate, make_dataset
 from peftlab.errors import PeftlabError
 from peftlab.methods.injection import inject, make_config, trainable_parameters

@@ -17,8 +17,7 @@ from peftlab.decoding.model_drafter import ModelDrafter
 from peftlab.decoding.parallel_drafters import Masks, ParallelDrafter
 from peftlab.decoding.policies import Fixed
 from peftlab.decoding.sampling import Sampling
-from peftlab.drafting.losses import PairLoss
-from peftlab.drafting.objectives import Objective
+from peftlab.drafting.objectives import Objective, PairLoss
 from peftlab.drafting.pard import (
     MaskRows,
     PardLoss,
@@ -30,7 +29,7 @@ from peftlab.drafting.pard import (
     with_token,
     write_masks,
 )
-from peftlab.drafting.states import last_hidden
+from peftlab.drafting.target import last_hidden
 from peftlab.drafting.text import Collate, make_dataset
 from peftlab.errors import PeftlabError
 from peftlab.tasks.prompts import Request

@@ -25,7 +25,7 @@ from peftlab.drafting.pruning import (
     pruned_draft,
     scaled,
 )
-from peftlab.drafting.states import layer_stack
+from peftlab.drafting.target import layer_stack
 from peftlab.drafting.text import make_dataset
 from peftlab.errors import PeftlabError
 

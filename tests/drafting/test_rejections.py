@@ -15,8 +15,7 @@ from peftlab.decoding.model_drafter import ModelDrafter
 from peftlab.decoding.policies import Fixed
 from peftlab.drafting.heads import HeadsLoss
 from peftlab.drafting.live import LiveRequest, RejectionTopK, rejected_tokens, rejection_dataset
-from peftlab.drafting.losses import PairLoss
-from peftlab.drafting.objectives import Objective, topk_targets
+from peftlab.drafting.objectives import Objective, PairLoss, topk_targets
 from peftlab.drafting.pard import PardLoss
 from peftlab.drafting.state_network import EagleModel, FeatureLoss
 from peftlab.drafting.text import Collate, make_dataset

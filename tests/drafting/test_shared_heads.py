@@ -26,7 +26,7 @@ from peftlab.decoding.policies import Fixed
 from peftlab.decoding.state_drafters import HeadsDrafter
 from peftlab.drafting.heads import HeadsLoss, MedusaHeads, check_trunk, measure_heads, read_medusa, write_medusa
 from peftlab.drafting.objectives import Objective, kl
-from peftlab.drafting.states import head_weight, last_hidden
+from peftlab.drafting.target import head_weight, last_hidden
 from peftlab.drafting.text import Collate, make_dataset
 from peftlab.errors import PeftlabError
 from peftlab.methods.injection import count_parameters, disabled, is_injected, make_config, trainable_parameters

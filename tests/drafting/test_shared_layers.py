@@ -18,9 +18,9 @@ from peftlab.decoding.model_free import with_copies
 from peftlab.decoding.own_layers import KangarooDrafter
 from peftlab.decoding.policies import Confidence, Fixed
 from peftlab.decoding.sampling import Sampling
-from peftlab.drafting.load import Pair, load_pair, make_drafter
+from peftlab.drafting.base import Pair, load_pair, make_drafter
 from peftlab.drafting.model import shared_layers
-from peftlab.drafting.states import truncate
+from peftlab.drafting.target import truncate
 from peftlab.models.pretrained import load_base, load_tokenizer
 from tests.command_line import invoke
 

@@ -12,13 +12,11 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from peftlab.decoding.theory import acceptance_rate
 from peftlab.drafting.acceptance import measure
-from peftlab.drafting.checks import check_head
 from peftlab.drafting.early_exit import EarlyExitLoss, find_exit, measure_exits
 from peftlab.drafting.heads import HeadsLoss, measure_heads
-from peftlab.drafting.losses import PairLoss
 from peftlab.drafting.model import OnPolicy
-from peftlab.drafting.objectives import OBJECTIVES, Objective, selective_mask, topk_targets
-from peftlab.drafting.states import forward_hidden, head_weight, truncate
+from peftlab.drafting.objectives import OBJECTIVES, Objective, PairLoss, selective_mask, topk_targets
+from peftlab.drafting.target import check_head, forward_hidden, head_weight, truncate
 from peftlab.drafting.text import Collate, make_dataset, stored_topk
 from peftlab.errors import PeftlabError
 from peftlab.methods.injection import count_parameters, inject, make_config, trainable_parameters

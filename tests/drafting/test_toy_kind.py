@@ -42,7 +42,7 @@ from torch import nn
 from torch.nn import functional as F
 from peftlab.decoding.state_drafters import HeadsDrafter, tree_tokens
 from peftlab.drafting.base import DraftKind, ServedDraft
-from peftlab.drafting.states import frozen_hidden, last_hidden
+from peftlab.drafting.target import frozen_hidden, last_hidden
 from peftlab.drafting.text import Collate
 from peftlab.errors import PeftlabError
 

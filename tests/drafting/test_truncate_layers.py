@@ -7,7 +7,7 @@ import torch
 from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
 
 from peftlab.drafting.heads import MedusaHeads
-from peftlab.drafting.states import truncate
+from peftlab.drafting.target import truncate
 from peftlab.errors import PeftlabError
 from peftlab.models.pretrained import load_base
 
