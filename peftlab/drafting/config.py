@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
-from peftlab.decoding.table import DRAWN, HEAD, TIMES, NamedRule, Window
+from peftlab.decoding.table import TIMES, NamedRule, Window
 from peftlab.decoding.theory import FEATURE_TREE, REDUCED, DraftCost, TargetWeights
 from peftlab.methods.config import MethodConfig
 from peftlab.methods.table import METHODS
@@ -161,6 +161,8 @@ class RecipeKeys:
 class DraftConfig(Section):
     """Base of the kinds' sections, distinguished by ``kind`` in a recipe's ``draft``."""
 
+    model_config = ConfigDict(validate_by_name=True, validate_by_alias=True)  # ``from`` is no name in Python
+
     kind: str
     usual_method: ClassVar[str | None] = "lora"
     """The method of a recipe that names none; None: nothing is put into the model."""
@@ -170,10 +172,10 @@ class DraftConfig(Section):
     """Whether one draft can be trained for several targets: it reads no states of theirs."""
 
     def needs_pair(self, recipe: RecipeKeys, who: str, model: str) -> Iterator[tuple[str, str]]:
-        """Yield the keys that only a draft that is a model beside its target trains with.
+        """Yield the keys of a recipe that only a draft that is a model beside its target trains with, and why.
 
         Args:
-            who: trains without them. model: why there is no such model, both for messages.
+            recipe: its keys. who: what trains without them. model: why there is no such model; both for messages.
         """
         objective = recipe.objective
         if objective.name == "topk_kl" or objective.selective is not None or recipe.data.on_policy:
@@ -265,7 +267,6 @@ class NewModel(Section):
 class ModelDraft(DraftConfig):
     """A second, smaller language model over the target's tokens."""
 
-    model_config = ConfigDict(validate_by_name=True, validate_by_alias=True)
     several_targets: ClassVar[bool] = True
 
     kind: Literal["model"] = "model"
@@ -343,6 +344,12 @@ def _layers_of(count: int) -> str:
     return f"{count} layer{'s' * (count > 1)}"
 
 
+def _reduced(target: TargetWeights, recipe: str) -> tuple[int, str]:
+    """Return the rows of the LM head of a draft for at most ``REDUCED`` tokens, and the recipe that makes it."""
+    rows = min(target.vocabulary, REDUCED)
+    return rows, recipe + (f", vocabulary: {rows}" if rows < target.vocabulary else "")
+
+
 def _model_cost(target: TargetWeights, size: str, start: str, body: float, width: int, rows: int) -> DraftCost:
     """Return the cost of a draft with ``body`` numbers in its layers and ``rows`` of ``width`` in its LM head."""
     less = rows < target.vocabulary
@@ -384,7 +391,7 @@ class PardDraft(ModelDraft):
             yield "objective", "pard trains without topk_kl and selective"
         if recipe.acceptance_head:
             yield "acceptance_head", "reads the states of a model that drafts token by token; pard does not"
-        if recipe.policy.row.needs in (DRAWN, HEAD, TIMES):
+        if recipe.policy.row.needs:
             yield "policy", f"{recipe.policy.text}: needs a draft that draws token by token; pard writes all at once"
         if recipe.merge is False:
             yield "merge", "a pard draft is its merged weights, which name the mask; remove merge: false"
@@ -392,10 +399,9 @@ class PardDraft(ModelDraft):
     @classmethod
     def costs(cls, target: TargetWeights) -> list[DraftCost]:
         """Return what a draft of an eighth of the target's layers costs: one pass, as over one token, for any depth."""
-        layers, rows = eighth(target.layers), min(target.vocabulary, REDUCED)
-        recipe = "kind: pard" + (f", vocabulary: {rows}" if rows < target.vocabulary else "")
+        layers, (rows, recipe) = eighth(target.layers), _reduced(target, "kind: pard")
         once = (layers * target.layer + rows * target.hidden) / target.total
-        return [DraftCost("pard", f"{layers} layer{'s' * (layers > 1)}", recipe, once, 0.0, 8, tree=True, width=4)]
+        return [DraftCost("pard", _layers_of(layers), recipe, once, 0.0, 8, tree=True, width=4)]
 
 
 def eighth(layers: int) -> int:
@@ -405,8 +411,6 @@ def eighth(layers: int) -> int:
 
 class HeadsConfig(DraftConfig):
     """What kinds of heads on the target's last hidden state have in common."""
-
-    model_config = ConfigDict(validate_by_name=True, validate_by_alias=True)
 
     usual_method: ClassVar[str | None] = None
     from_: str | None = Field(
@@ -457,9 +461,8 @@ class MedusaDraft(HeadsConfig):
     @classmethod
     def costs(cls, target: TargetWeights) -> list[DraftCost]:
         """Return what four heads on one LM head cost, without and with a Markov bias."""
-        heads, rank, rows = 4, 64, min(target.vocabulary, REDUCED)
-        recipe = f"kind: medusa, heads: {heads}, shared_head: true"
-        recipe += f", vocabulary: {rows}" if rows < target.vocabulary else ""
+        heads, rank = 4, 64
+        rows, recipe = _reduced(target, f"kind: medusa, heads: {heads}, shared_head: true")
         once = (heads * target.hidden**2 + rows * target.hidden) / target.total
         bias = rank * rows / target.total
         return [
@@ -479,9 +482,8 @@ class HydraDraft(HeadsConfig):
 
         Embeddings count as wide as states.
         """
-        heads, rows = 3, min(target.vocabulary, REDUCED)
-        recipe = f"kind: hydra, heads: {heads}, shared_head: true"
-        recipe += f", vocabulary: {rows}" if rows < target.vocabulary else ""
+        heads = 3
+        rows, recipe = _reduced(target, f"kind: hydra, heads: {heads}, shared_head: true")
         maps = sum(2 * (i + 2) * target.hidden**2 for i in range(heads)) / heads
         each = (maps + rows * target.hidden) / target.total
         return [DraftCost("hydra", f"{heads} heads", recipe, 0.0, each, heads, tree=True)]
@@ -541,8 +543,6 @@ class EarlyExitDraft(DraftConfig):
 class GatedLoraDraft(DraftConfig):
     """A LoRA on the target that acts on masks alone, which predict several tokens in one pass (arXiv 2609.04010)."""
 
-    model_config = ConfigDict(validate_by_name=True, validate_by_alias=True)
-
     kind: Literal["gated_lora"] = "gated_lora"
     language_model: ClassVar[bool] = False
     blocks: list[Annotated[int, Field(ge=2)]] = Field(
@@ -572,16 +572,13 @@ class GatedLoraDraft(DraftConfig):
         if self.noise and self.mask_token is not None:
             yield "draft.mask_token", "with noise: true masks have no id of their own; remove one of them"
         if recipe.method is not None and recipe.method.name != "lora":
-            yield (
-                "method",
-                f"{recipe.method.name}: gated_lora trains by lora, which can act on some rows alone",
-            )
+            yield "method", f"{recipe.method.name}: gated_lora trains by lora, which can act on some rows alone"
         objective = recipe.objective
         if objective.name == "topk_kl" or objective.selective is not None or recipe.data.on_policy:
             yield "objective", "gated_lora trains without topk_kl, selective and on_policy"
         if recipe.acceptance_head:
             yield "acceptance_head", "reads the states of a model that drafts token by token; gated_lora does not"
-        if recipe.policy.row.needs in (DRAWN, HEAD, TIMES):
+        if recipe.policy.row.needs:
             yield "policy", f"{recipe.policy.text}: needs a draft that draws token by token; masks predict all at once"
         if recipe.draft_window is not None:
             yield "draft_window", "limits the cache of a draft; gated_lora drafts in the target's"
@@ -599,8 +596,6 @@ class GatedLoraDraft(DraftConfig):
 
 class StateConfig(DraftConfig):
     """What kinds of networks on the target's states have in common."""
-
-    model_config = ConfigDict(validate_by_name=True, validate_by_alias=True)
 
     usual_method: ClassVar[str | None] = None
     language_model: ClassVar[bool] = False
@@ -684,8 +679,7 @@ def layer_cost(kind: str, target: TargetWeights, once: float = 0.0) -> DraftCost
     Args:
         kind: name of the kind. target: sizes. once: what is read once in a step, as a share of the target.
     """
-    rows = min(target.vocabulary, REDUCED)
-    recipe = f"kind: {kind}" + (f", vocabulary: {rows}" if rows < target.vocabulary else "")
+    rows, recipe = _reduced(target, f"kind: {kind}")
     each = (target.layer + 2 * target.hidden**2 + rows * target.hidden) / target.total
     return DraftCost(kind, "1 layer", recipe, once, each, tree=True, width=FEATURE_TREE)
 
