@@ -26,7 +26,6 @@ from peftlab.tasks.conversations import chat_ids
 from tests.byte_tokens import byte_tokenizer
 from tests.forked import python
 
-pytestmark = pytest.mark.xdist_group("chat")  # one worker makes the fixtures
 ROOT = Path(__file__).resolve().parents[2]
 # Writes BOS itself, beside a tokenizer that begins every text with one.
 TEMPLATE = (

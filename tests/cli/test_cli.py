@@ -119,7 +119,6 @@ def run_directory(tmp_path_factory: pytest.TempPathFactory, minilm: str) -> Path
 
 
 @pytest.mark.model
-@pytest.mark.xdist_group("run")  # one worker makes the fixture
 class TestRun:
     """What a run leaves behind, and what can be done with it."""
 
@@ -278,7 +277,6 @@ class TestRun:
 
 
 @pytest.mark.model
-@pytest.mark.xdist_group("run")
 def test_a_diverging_run_stops_and_says_the_step(run_directory: Path) -> None:
     message = refused("run", "recipe.yaml", "train.lr=1e20", "train.max_grad_norm=null", "train.warmup=0",
                       "output_dir=diverged", cwd=run_directory.parent)  # fmt: skip

@@ -189,9 +189,10 @@ def test_every_drafter(stories_model, engines, uneven_prompts, expected, name, g
     assert tokens(run(engines["flat"], uneven_prompts, batch, drafter, gamma)) == expected
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_every_draft_length(stories_model, engines, uneven_prompts, expected, name):
+    """Lengths between those of ``test_every_drafter``."""
     for gamma, batch in zip(range(1, 9), cycle((3, 8, 1)), strict=False):
         drafter = DRAFTERS[name](stories_model, WAYS["flat"])
         assert tokens(run(engines["flat"], uneven_prompts, batch, drafter, gamma)) == expected, gamma
@@ -264,26 +265,44 @@ def windowed():
     return MistralForCausalLM(config).to(DEVICE).eval()
 
 
-@pytest.mark.parametrize("way", ["flat", "transformers"])
-@pytest.mark.parametrize("name", DRAFTERS)
-def test_past_a_sliding_window(windowed, generate_greedy, name, way):
+@pytest.fixture(scope="module")
+def past_window(windowed, generate_greedy):
+    """Prompts and their outputs, which pass the window."""
     generator = torch.Generator().manual_seed(0)
     prompts = [torch.randint(64, (n,), generator=generator).tolist() for n in (3, 25, 9)]
     want = [generate_greedy(windowed, prompt, 30) for prompt in prompts]
     assert len({token for output in want for token in output}) > 5
-    target = build_engine(windowed, features=FEATURES, **WAYS[way])
+    return prompts, want
+
+
+@pytest.fixture(scope="module")
+def windowed_engines(windowed):
+    return {way: build_engine(windowed, features=FEATURES, **WAYS[way]) for way in ("flat", "transformers")}
+
+
+@pytest.mark.parametrize("way", ["flat", "transformers"])
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_past_a_sliding_window(windowed, windowed_engines, past_window, name, way):
+    (prompts, want), target = past_window, windowed_engines[way]
     for batch, gamma in ((1, 6), (3, 4)):
         drafter = DRAFTERS[name](windowed, WAYS[way])
         assert tokens(run(target, prompts, batch, drafter, gamma, new=30)) == want
 
 
-@pytest.mark.parametrize("name", [None, *DRAFTERS])
-@pytest.mark.parametrize("batch", [1, 3, 8])
-def test_past_the_end_of_sequence(stories_model, engines, uneven_prompts, expected, generate_greedy, name, batch):
-    """A full stop ends the output, and pads it elsewhere: no mask may come from it, nothing may follow it."""
+@pytest.fixture(scope="module")
+def ended(stories_model, uneven_prompts, expected, generate_greedy):
+    """A full stop, and the outputs that it ends."""
     eos = max({t for output in expected for t in output[2:12]}, key=[t for o in expected for t in o].count)
     want = [generate_greedy(stories_model, prompt, NEW, eos) for prompt in uneven_prompts]
     assert len({len(output) for output in want}) > 2
+    return eos, want
+
+
+@pytest.mark.parametrize("name", [None, *DRAFTERS])
+@pytest.mark.parametrize("batch", [1, 3, 8])
+def test_past_the_end_of_sequence(stories_model, engines, uneven_prompts, ended, name, batch):
+    """A full stop ends the output, and pads it elsewhere: no mask may come from it, nothing may follow it."""
+    eos, want = ended
     drafter = DRAFTERS[name](stories_model, WAYS["flat"]) if name else None
     for i in range(0, 8, batch):
         ending = StoppingCriteria(NEW, frozenset({eos}))

@@ -192,14 +192,18 @@ def target(model):
     return build_engine(model, pack=False)
 
 
+@pytest.fixture(scope="module")
+def want(model, generate_greedy):
+    return [generate_greedy(model, prompt, NEW) for prompt in PROMPTS]
+
+
 def near(model, **settings):
     return PearlDrafter(near_copy(model).engine, **settings)
 
 
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("gamma", [1, 2, 5])
-def test_greedy_output_is_the_plain_one(model, target, generate_greedy, gamma, batch):
-    want = [generate_greedy(model, prompt, NEW) for prompt in PROMPTS]
+def test_greedy_output_is_the_plain_one(model, target, want, gamma, batch):
     outputs = []
     for i in range(0, 3, batch):
         some = PROMPTS[i : i + batch]

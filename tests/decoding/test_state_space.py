@@ -41,6 +41,11 @@ def target(model):
     return build_engine(model)
 
 
+@pytest.fixture(scope="module")
+def want(model, generate_greedy):
+    return [generate_greedy(model, prompt, NEW) for prompt in PROMPTS]
+
+
 def ours(target, drafter=None, gamma=4, prompts=PROMPTS, new=NEW, **options):
     return decode(target, prompts, StoppingCriteria(new), drafter, policy=partial(Fixed, gamma), **options)
 
@@ -59,8 +64,7 @@ DRAFTS = {
 
 
 @pytest.mark.parametrize("name", DRAFTS)
-def test_every_draft_gives_the_plain_output(model, target, name, generate_greedy):
-    want = [generate_greedy(model, prompt, NEW) for prompt in PROMPTS]
+def test_every_draft_gives_the_plain_output(model, target, name, want):
     for batch in (1, 3):
         outputs = []
         for i in range(0, 3, batch):

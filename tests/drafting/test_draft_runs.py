@@ -36,7 +36,6 @@ from peftlab.recipe.load import load_recipe
 from peftlab.recipe.schema import DraftRecipe
 from peftlab.remote import RemoteDirectory
 
-pytestmark = pytest.mark.xdist_group("draft runs")  # one worker makes the fixtures
 SMALL = ["data.samples=4", "data.max_new_tokens=24", "train.epochs=2", "train.max_length=64", "train.eval_every=4"]
 
 

@@ -45,7 +45,6 @@ from tests.text_server import (
     transformers_serve,
 )
 
-pytestmark = pytest.mark.xdist_group("endpoint")  # one server
 TEXTS = [
     "Once upon a time",
     "One day, a little girl",

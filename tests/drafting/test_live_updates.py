@@ -22,7 +22,6 @@ from peftlab.pipelines import run_recipe, update
 from peftlab.pipelines.update import continued, draft_run, update_draft, update_live, updates
 from peftlab.recipe.load import load_recipe
 
-pytestmark = pytest.mark.xdist_group("live updates")  # one worker makes the fixtures
 SMALL = [
     "data.samples=2",
     "data.max_prompts=9",

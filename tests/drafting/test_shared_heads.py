@@ -227,7 +227,6 @@ class TestFiles:
         assert json.loads((tmp_path / "own" / "config.json").read_text())["original_lm_head"] is False
 
 
-@pytest.mark.xdist_group("shared heads")  # one worker makes the fixtures
 class TestRun:
     """From a command line to drafted tokens, on a real model."""
 

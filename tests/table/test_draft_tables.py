@@ -80,7 +80,6 @@ def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.xdist_group("draft tables")
 class TestRun:
     """What a sweep of drafts writes."""
 
