@@ -247,8 +247,7 @@ def _adapter_from(
     raw: dict[str, Json], tensors: dict[str, Tensor], header: Mapping[str, str], file: Path, weights: Path
 ) -> Adapter:
     """Return the adapter whose ``adapter_config.json`` ``file`` contains ``raw``, and ``weights`` the rest."""
-    entry = _header_entry(header, weights)
-    base = _base_in(entry, weights)
+    entry, base = read_metadata(header, weights)
     config: MethodConfig
     notes: tuple[str, ...] = ()
     if "peft_type" in raw:
@@ -283,29 +282,25 @@ def text_or_none(raw: Mapping[str, Json], key: str, path: Path) -> str | None:
     return value
 
 
-def base_of(header: Mapping[str, str], path: Path) -> dict[str, Json]:
-    """Return the header's description of the base model; empty for an adapter that peftlab did not write."""
-    return _base_in(_header_entry(header, path), path)
+def read_metadata(metadata: Mapping[str, str], path: Path) -> tuple[dict[str, Json], dict[str, Json]]:
+    """Return what peftlab wrote into the header of a safetensors file, and therein the description of the base model.
 
+    Both are empty for an adapter that peftlab did not write.
 
-def _header_entry(header: Mapping[str, str], path: Path) -> dict[str, Json]:
-    """Return what peftlab wrote into the header of the safetensors file at ``path``; empty if it did not write it."""
+    Args:
+        metadata: the header's texts. path: the file, for messages.
+    """
     try:
-        entry = parse_json(header.get("peftlab", "{}"))
+        entry = parse_json(metadata.get("peftlab", "{}"))
     except ValueError as error:
         raise PeftlabError(f"{path}: peftlab in the header is not valid JSON ({error})") from None
-    if not isinstance(entry, dict):
+    base = entry.get("base", {}) if isinstance(entry, dict) else None
+    described = isinstance(base, dict) and (
+        not base or (isinstance(base.get("architecture"), str) and isinstance(base.get("config"), dict))
+    )
+    if not isinstance(entry, dict) or not isinstance(base, dict) or not described:
         raise PeftlabError(f"{path}: peftlab in the header does not describe a base model")
-    return entry
-
-
-def _base_in(entry: Mapping[str, Json], path: Path) -> dict[str, Json]:
-    base = entry.get("base", {})
-    if not isinstance(base, dict) or (
-        base and not (isinstance(base.get("architecture"), str) and isinstance(base.get("config"), dict))
-    ):
-        raise PeftlabError(f"{path}: peftlab in the header does not describe a base model")
-    return base
+    return entry, base
 
 
 def _as_injected(config: LoraConfig, entry: Mapping[str, Json], path: Path) -> LoraConfig:

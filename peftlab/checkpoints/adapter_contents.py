@@ -25,10 +25,10 @@ from peftlab.checkpoints.adapter import (
     WEIGHTS_FILE,
     Adapter,
     adapter_directory,
-    base_of,
     is_adapterhub,
     read_adapterhub,
     read_config,
+    read_metadata,
     text_or_none,
 )
 from peftlab.checkpoints.merge_plan import closest_model
@@ -216,7 +216,7 @@ def read_contents(source: str | Path) -> AdapterContents:
         entries, metadata = read_header(path / WEIGHTS_FILE)
         shapes = {key: entry.shape for key, entry in entries.items()}
     name = "peft" if "peft_type" in raw else "peftlab"
-    return AdapterContents(path, name, raw, files, _tensors(shapes), base_of(metadata, path / WEIGHTS_FILE))
+    return AdapterContents(path, name, raw, files, _tensors(shapes), read_metadata(metadata, path / WEIGHTS_FILE)[1])
 
 
 def _check_types(raw: Mapping[str, Json], path: Path) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
@@ -221,10 +221,10 @@ class Engine(Reader):
         if (start.lower() if isinstance(start, str) else start) not in _PLAIN_STARTS:
             yield self._no(f"does not look at init_lora_weights={start!r}, which subtracts a part of the base")
 
-    def _other_scale(self, contents: AdapterContents, applied: Mapping[int, float]) -> Iterator[Verdict]:
-        """Yield a verdict where the engine's scaling, by the module's rank, is not the one of training."""
+    def _other_scale(self, contents: AdapterContents, applied: Callable[[int], float]) -> Iterator[Verdict]:
+        """Yield a verdict where the engine's scaling, a function of a module's rank, is not the one of training."""
         for pair in contents.pairs:
-            scaling, trained = applied[contents.rank(pair)], contents.scale(pair)
+            scaling, trained = applied(contents.rank(pair)), contents.scale(pair)
             if not math.isclose(scaling, trained, rel_tol=1e-6):
                 yield self._no(f"would scale {pair.module} by {scaling:g}, it was trained with {trained:g}")
 
@@ -356,7 +356,7 @@ class SGLang(Engine):
             if pair.a[0] != contents.r:
                 yield self._no(f"needs rank r={contents.r} everywhere; {pair.module} has {pair.a[0]}")
         scaling = contents.lora_alpha / contents.r
-        yield from self._other_scale(contents, {contents.rank(pair): scaling for pair in contents.pairs})
+        yield from self._other_scale(contents, lambda rank: scaling)
         for module, partner in self._lone_projections({pair.module for pair in contents.pairs}):
             last = module.rpartition(".")[2]
             yield self._no(f"reads {last} only beside {partner} of the same layer: {module}")
@@ -421,8 +421,7 @@ class LlamaCpp(Engine):
             if pair.last == "lm_head" and tied_names(fit.model):
                 yield self._no("has no output layer of its own where it is tied to the embeddings")
         # alpha / rank, with each tensor's own rank; patterns and rsLoRA are not looked at.
-        ranks = {contents.rank(pair) for pair in contents.pairs}
-        yield from self._other_scale(contents, {rank: contents.lora_alpha / rank for rank in ranks})
+        yield from self._other_scale(contents, lambda rank: contents.lora_alpha / rank)
         yield Verdict(True, "scaling lora_alpha / rank of each module")
 
 
@@ -465,7 +464,7 @@ class Lorax(Engine):
             # Padding changes the rank that the next kinds of layer are scaled by.
             yield self._no(f"pads rank {rank} to {self.rank(rank)} and then scales by the padded rank")
         scaling = contents.lora_alpha / (math.sqrt(rank) if contents.raw.get("use_rslora") else rank)
-        yield from self._other_scale(contents, {contents.rank(pair): scaling for pair in contents.pairs})
+        yield from self._other_scale(contents, lambda rank: scaling)
         yield Verdict(True, f"scaling {scaling:g} everywhere")
 
     def rank(self, rank: int) -> int:

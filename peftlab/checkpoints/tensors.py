@@ -193,15 +193,11 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Return a whole file's tensors by key, and its metadata; errors as in ``read_header``."""
     entries, metadata = read_header(path)
-    with open_regular(path) as file:
-        tensors = {}
-        for key, entry in entries.items():
-            file.seek(entry.offset)
-            raw = torch.empty(entry.nbytes, dtype=torch.uint8)
-            if file.readinto(raw.numpy()) != entry.nbytes:  # type: ignore[attr-defined]
-                raise PeftlabError(f"{path}: {key!r}: the file ended while it was read")
-            tensors[key] = raw.view(DTYPES[entry.dtype]).view(entry.shape)
-    return tensors, metadata
+    shard = Shard(path, entries)
+    try:
+        return {key: shard.read(key) for key in entries}, metadata
+    finally:
+        shard.close()
 
 
 def map_tensors(path: Path) -> dict[str, Tensor]:
