@@ -1,22 +1,127 @@
-"""The command line: each verb parses, calls one function and prints. Heavy imports are inside the verbs."""
+"""The command line: each verb parses, calls one function and prints. Heavy imports are inside the verbs.
+
+What a verb prints is for people; what it returns is for programs, as JSON (``--json``).
+"""
 
 from __future__ import annotations
 
 import atexit
 import gc
+import io
 import os
 import sys
+from collections.abc import Callable
+from contextlib import ExitStack, redirect_stderr, redirect_stdout
+from functools import wraps
+from inspect import Parameter, signature
+from json import dumps
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from peftlab.cli.adapter import adapter_app
-from peftlab.cli.draft import draft_app, generate
-from peftlab.cli.merge import merge, unmerge
-from peftlab.cli.verbs import Cpus, Device, On, Overrides, Overwrite, show, verb
+from peftlab.cli.draft import Device, Overwrite, bench, export, generate, plan, update
 from peftlab.errors import PeftlabError, os_error_text, quiet_libraries
+from peftlab.files import to_json, write_json
+from peftlab.untyped import Function
 from peftlab.version import __version__
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+Out = Annotated[Path, typer.Option("--out", "-o", help="Directory to write.")]
+Base = Annotated[str | None, typer.Option("--base", help="Base model; default: the one the adapter names.")]
+LoraAlpha = Annotated[
+    float | None, typer.Option("--lora-alpha", help="Alpha of a loralib file, which does not contain it.")
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(
+        help="Overrides: train.lr=1e-4, method=lora, ~data.path; a grid: sweep.lr=[1e-4,5e-4].",
+        metavar="KEY=VALUE",
+    ),
+]
+On = Annotated[
+    str,
+    typer.Option(
+        "--on", help="Where the cells of a table or sweep run: local, ray, or ray://HOST:PORT.", metavar="ENGINE"
+    ),
+]
+Cpus = Annotated[
+    int | None,
+    typer.Option(
+        "--cpus",
+        help="CPU cores and threads of each cell, as many cells at a time as fit; default: 1 on Ray, else all.",
+        metavar="N",
+    ),
+]
+Json = Annotated[
+    Path | None,
+    typer.Option("--json", help="Write the result to this file; - is stdout, and all else then goes to stderr."),
+]
+Quiet = Annotated[bool, typer.Option("--quiet", help="Print errors alone.")]
+QuietFilter = Annotated[bool, typer.Option("--quiet", help="Print the output and errors alone.")]
+RecipeName = Annotated[str, typer.Argument(help="A recipe file, or the short name of a shipped recipe.")]
+AdapterFiles = Annotated[
+    Path, typer.Argument(help="An adapter of peft's, peftlab's or AdapterHub's, or a loralib file.")
+]
+
+
+def verb(*, filters: bool = False) -> Callable[[Function[object]], Function[None]]:
+    """Give a verb ``--json`` and ``--quiet``: what it prints is for people, what it returns is the JSON.
+
+    Args:
+        filters: what the verb writes to stdout is its output, such as generated text; ``--quiet`` keeps it.
+    """
+
+    def decorate(function: Function[object]) -> Function[None]:
+        @wraps(function)
+        def call(*arguments: object, json: Path | None = None, quiet: bool = False, **named: object) -> None:
+            if json is not None and json.is_dir():
+                raise PeftlabError(f"--json {json}: is a directory")
+            to_stdout = json == Path("-")
+            with ExitStack() as printed:
+                if quiet:
+                    printed.enter_context(redirect_stderr(_Nowhere()))
+                if to_stdout:
+                    printed.enter_context(redirect_stdout(sys.stderr))
+                elif quiet and not filters:
+                    printed.enter_context(redirect_stdout(_Nowhere()))
+                result = function(*arguments, **named)
+            if json is not None and result is None:
+                raise PeftlabError("--json: give it to the subcommand, behind its name")
+            if json is not None and os.environ.get("RANK", "0") == "0":  # of several processes, the first writes
+                if to_stdout:
+                    sys.stdout.write(dumps(to_json(result), indent=2) + "\n")
+                else:
+                    write_json(json, result)
+
+        own = signature(function, eval_str=True)
+        options = [
+            Parameter("json", Parameter.KEYWORD_ONLY, default=None, annotation=Json),
+            Parameter("quiet", Parameter.KEYWORD_ONLY, default=False, annotation=QuietFilter if filters else Quiet),
+        ]
+        call.__signature__ = own.replace(parameters=[*own.parameters.values(), *options])  # type: ignore[attr-defined]
+        return call
+
+    return decorate
+
+
+def show(*shown: RenderableType) -> None:
+    """Print lines and tables."""
+    from rich.console import Console
+
+    console = Console()
+    for each in shown:
+        console.print(each, soft_wrap=isinstance(each, str), markup=False, highlight=False)
+
+
+class _Nowhere(io.TextIOBase):
+    """A stream that keeps nothing."""
+
+    def write(self, text: str) -> int:
+        return len(text)
+
 
 app = typer.Typer(
     name="peftlab",
@@ -27,11 +132,11 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 recipes_app = typer.Typer(help="List the shipped recipes, or copy one.", invoke_without_command=True)
+draft_app = typer.Typer(help="Draft models: measure, train further and export them.", no_args_is_help=True)
+adapter_app = typer.Typer(help="Adapter files: check, convert and extract them.", no_args_is_help=True)
 app.add_typer(recipes_app, name="recipes")
 app.add_typer(draft_app, name="draft")
 app.add_typer(adapter_app, name="adapter")
-
-RecipeArgument = Annotated[str, typer.Argument(help="A recipe file, or the short name of a shipped recipe.")]
 
 
 def _print_version(wanted: bool) -> None:
@@ -53,7 +158,7 @@ def root(
 @app.command()
 @verb()
 def run(
-    recipe: RecipeArgument,
+    recipe: RecipeName,
     overrides: Overrides = None,
     overwrite: Overwrite = False,
     device: Device = "auto",
@@ -87,7 +192,7 @@ def resume(
 @app.command()
 @verb()
 def validate(
-    recipe: RecipeArgument,
+    recipe: RecipeName,
     overrides: Overrides = None,
     examples: Annotated[
         int, typer.Option("--show", help="Print N examples as the model reads them, trained parts marked.", metavar="N")
@@ -286,8 +391,147 @@ def env() -> object:
     return found
 
 
-for _verb in (generate, merge, unmerge):  # last, so that the help begins with run
-    app.command()(_verb)
+app.command()(verb(filters=True)(generate))
+
+
+@app.command()
+@verb()
+def merge(
+    adapters: Annotated[
+        list[str],
+        typer.Argument(
+            help="A run, an adapter of peftlab's, peft's or AdapterHub's, or a loralib file; several are combined, "
+            "each with its weight (1 if not given).",
+            metavar="ADAPTER[:WEIGHT]",
+        ),
+    ],
+    out: Out = Path("merged"),
+    base: Base = None,
+    method: Annotated[str, typer.Option("--method", help="How several adapters become one.")] = "linear",
+    rank: Annotated[int | None, typer.Option("--rank", help="Rank of --method svd.")] = None,
+    density: Annotated[float, typer.Option("--density", help="Share kept by ties and dare.")] = 0.5,
+    dtype: Annotated[
+        str | None, typer.Option("--dtype", help="Store fp32, bf16, fp16 or fp8; default: as each weight is stored.")
+    ] = None,
+    fp64: Annotated[bool, typer.Option("--fp64", help="Product and sum in fp64.")] = False,
+    verify: Annotated[
+        bool | None,
+        typer.Option("--verify/--no-verify", help="Compare merged with unmerged on real inputs; default: for a run."),
+    ] = None,
+    allow_nonfinite: Annotated[
+        bool, typer.Option("--allow-nonfinite", help="Write a model with NaN or infinite weights.")
+    ] = False,
+    into: Annotated[
+        Literal["dequantised", "original"] | None,
+        typer.Option(
+            "--into",
+            help="After training on a base in 4 or 8 bits: add the update to the values of those, or to the original "
+            "weights; default: dequantised where the adapter says how its base was loaded.",
+        ),
+    ] = None,
+    lora_alpha: LoraAlpha = None,
+    push_to_hub: Annotated[
+        str | None, typer.Option("--push-to-hub", help="Upload the result to this repository.", metavar="ID")
+    ] = None,
+    overwrite: Overwrite = False,
+    device: Device = "auto",
+) -> object:
+    """Fold adapters into their base model: a plain checkpoint, streamed."""
+    from peftlab.checkpoints.merge_plan import MergeOptions
+    from peftlab.models.quantised import stored_dtype
+    from peftlab.pipelines.merge import Combining, run_merge
+    from peftlab.reporting.console import merge_table
+
+    options = MergeOptions(
+        dtype=None if dtype is None else stored_dtype(dtype),
+        fp64=fp64,
+        allow_nonfinite=allow_nonfinite,
+        into=into,
+        lora_alpha=lora_alpha,
+        push_to_hub=push_to_hub,
+        overwrite=overwrite,
+    )
+    done = run_merge(adapters, base, out, options, Combining(method, rank, density), verify=verify, device=device)
+    show(
+        merge_table(done.report),
+        done.report.accounts.line(),
+        *done.report.notes,
+        *(f"warning: {text}" for text in done.report.warnings),
+    )
+    show(*(f"{name.replace('_', ' ')}: {value:.3g}" for name, value in to_json(done.check or {}).items()))
+    show(f"merged: {out}")
+    return done
+
+
+@app.command()
+@verb()
+def unmerge(
+    merged: Annotated[Path, typer.Argument(help="A directory that peftlab merge wrote.")],
+    out: Out,
+    base: Annotated[str | None, typer.Option("--base", help="Base model; default: the one merge.json names.")] = None,
+    overwrite: Overwrite = False,
+) -> object:
+    """Write the base model of a merged directory, bit for bit, after checking that it is the right one."""
+    from peftlab.checkpoints.merge import unmerge_checkpoint
+
+    show(f"unmerged: {unmerge_checkpoint(merged, out, base=base, overwrite=overwrite)}")
+    return {"out": out}
+
+
+for _verb in (plan, bench, update, export):
+    draft_app.command()(verb()(_verb))
+
+
+@adapter_app.command()
+@verb()
+def check(adapter: AdapterFiles, base: Base = None) -> object:
+    """Show what an adapter is, what it would touch, and which programs read it as it was trained."""
+    from peftlab.checkpoints.engines import check_adapter
+    from peftlab.reporting.console import check_lines, consumers_table
+
+    found = check_adapter(adapter, base)
+    show(*check_lines(found), consumers_table(found))
+    return found
+
+
+@adapter_app.command()
+@verb()
+def convert(
+    adapter: AdapterFiles,
+    to: Annotated[str, typer.Option("--to", help="vllm, sglang, llama.cpp or lorax.", metavar="ENGINE")],
+    out: Out,
+    base: Base = None,
+    lora_alpha: LoraAlpha = None,
+    overwrite: Overwrite = False,
+) -> object:
+    """Write an adapter as one engine reads it, and check the result by that engine's rule."""
+    from peftlab.checkpoints.engines import convert_adapter
+    from peftlab.reporting.console import conversion_lines
+
+    done = convert_adapter(adapter, out, to, base=base, lora_alpha=lora_alpha, overwrite=overwrite)
+    show(*conversion_lines(done))
+    return done
+
+
+@adapter_app.command()
+@verb()
+def extract(
+    finetuned: Annotated[str, typer.Argument(help="The finetuned model.")],
+    base: Annotated[str, typer.Option("--base", help="The model it was finetuned from.")],
+    out: Out,
+    rank: Annotated[int | None, typer.Option("--rank", help="Highest rank of each module's factors.")] = None,
+    energy: Annotated[
+        float | None, typer.Option("--energy", help="Instead: the share of each difference's square to keep (0.99).")
+    ] = None,
+    overwrite: Overwrite = False,
+) -> object:
+    """Write the difference of two checkpoints as a LoRA adapter, with the error of each module."""
+    from peftlab.checkpoints.extract import extract_adapter
+    from peftlab.reporting.console import extraction_lines, extraction_table
+
+    done = extract_adapter(finetuned, base, out, rank=rank, energy=energy, overwrite=overwrite)
+    show(extraction_table(done), *extraction_lines(done))
+    return done
 
 
 def main() -> None:

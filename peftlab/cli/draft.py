@@ -1,22 +1,31 @@
-"""The verbs about drafts: plan, bench, update, export, generate. Heavy imports wait until a verb needs them."""
+"""The verbs about drafts: plan, bench, update, export, generate. Heavy imports wait until a verb needs them.
+
+``cli.app`` makes them commands: what a verb prints is for people, what it returns is for programs, as JSON.
+"""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from peftlab.cli.verbs import Device, Overwrite, show, verb
 from peftlab.decoding.table import LOSSY, MODEL_FREE, POLICIES, TREES, VERIFIERS, rule_help
 from peftlab.errors import PeftlabError
+from peftlab.files import write_text
 
 if TYPE_CHECKING:
-    from peftlab.pipelines.generate import GeneratedText, Writer
+    from peftlab.pipelines.generate import DecodingOptions, GeneratedText, Writer
 
-draft_app = typer.Typer(help="Draft models: measure, train further and export them.", no_args_is_help=True)
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an earlier result of the same kind.")]
+Device = Annotated[
+    Literal["auto", "cpu", "cuda", "mps"],
+    typer.Option("--device", help="Where models run; auto: cuda if there is one, else mps, else cpu."),
+]
 
 Target = Annotated[str, typer.Option("--target", help="The model whose output is wanted.")]
 DraftName = Annotated[
@@ -74,8 +83,15 @@ Html = Annotated[Path | None, typer.Option("--html", help="Write an HTML page to
 Pack = Annotated[bool, typer.Option("--pack/--no-pack", help="Store the weights in the layout of fast kernels (CPU).")]
 
 
-@draft_app.command()
-@verb()
+def _decoding_options(arguments: Mapping[str, object]) -> DecodingOptions:
+    """Return the options of decoding among a verb's arguments, which have the names of its fields."""
+    from peftlab.pipelines.generate import DecodingOptions
+    from peftlab.untyped import Attributes
+
+    given: Attributes = {f.name: arguments[f.name] for f in fields(DecodingOptions) if f.name in arguments}
+    return DecodingOptions(**given)
+
+
 def plan(
     target: Annotated[
         str | None, typer.Option("--target", help="The model whose output is wanted; not with --theory.")
@@ -101,17 +117,14 @@ def plan(
     html: Html = None,
 ) -> object:
     """Measure the target on this device: which draft can be faster, and from what acceptance on?"""
-    from peftlab.errors import PeftlabError
-    from peftlab.files import write_text
     from peftlab.pipelines.benchmark import plan_draft
-    from peftlab.pipelines.generate import DecodingOptions
     from peftlab.reporting import drafts
 
+    options = _decoding_options(locals())
     if theory:
         return _show_theory(target or draft, html)
     if target is None:
         raise PeftlabError("--target: missing; give the model to measure, or --theory for the formulas alone")
-    options = DecodingOptions(dtype=dtype, draft_dtype=draft_dtype, pack=pack, device=device, draft_window=draft_window)
     how = {"max_gamma": max_gamma, "context": context, "repeats": repeats}
     found = plan_draft(target, draft, options, alpha=alpha, batches=_numbers("batch", batch), **how)
     plan = found.result
@@ -125,8 +138,6 @@ def plan(
 
 def _show_theory(model: str | None, html: Path | None) -> object:
     from peftlab.decoding.theory import theory_grid
-    from peftlab.errors import PeftlabError
-    from peftlab.files import write_text
     from peftlab.reporting import drafts
     from peftlab.reporting.drafts import theory_facts, theory_tables
 
@@ -141,16 +152,12 @@ def _show_theory(model: str | None, html: Path | None) -> object:
 
 
 def _numbers(name: str, text: str) -> list[int]:
-    from peftlab.errors import PeftlabError
-
     try:
         return [int(part) for part in text.split(",")]
     except ValueError:
         raise PeftlabError(f"--{name} {text}: whole numbers separated by commas, such as 1,4,16") from None
 
 
-@draft_app.command()
-@verb()
 def bench(
     target: Target,
     prompts: Annotated[Path, typer.Option("--prompts", help="JSON lines (Spec-Bench or prompt/text), or text.")],
@@ -192,16 +199,10 @@ def bench(
     html: Html = None,
 ) -> object:
     """Time plain and speculative decoding on the same prompts; drafters without a model run beside the draft."""
-    from peftlab.files import write_text
     from peftlab.pipelines.benchmark import benchmark
-    from peftlab.pipelines.generate import DecodingOptions
     from peftlab.reporting import drafts
 
-    options = DecodingOptions(
-        max_new_tokens=max_new_tokens, gamma=gamma, width=width, policy=policy, temperature=temperature, top_k=top_k,
-        top_p=top_p, seed=seed, dtype=dtype, draft_dtype=draft_dtype, pack=pack, corpus=corpus, device=device,
-        lossy=lossy, tree=tree, verify=verify, draft_window=draft_window,
-    )  # fmt: skip
+    options = _decoding_options(locals())
     result = benchmark(
         target, prompts, draft, options, drafters=drafter or (), batch_size=batch_size, repeats=repeats,
         max_prompts=max_prompts, pool=pool,
@@ -214,8 +215,6 @@ def bench(
     return result
 
 
-@draft_app.command()
-@verb()
 def update(
     run: Annotated[Path, typer.Argument(help="The run directory of a draft recipe.")],
     requests: Annotated[
@@ -236,8 +235,6 @@ def update(
     device: Device = "auto",
 ) -> object:
     """Train the newest draft of a run further: on requests it has served, or while it decodes a stream of them."""
-    from peftlab.errors import PeftlabError
-
     if (requests is None) == (prompts is None):
         raise PeftlabError("give one of --requests, a log that was served, and --prompts, a stream to decode now")
     if requests is not None:
@@ -256,8 +253,6 @@ def update(
     return found
 
 
-@draft_app.command()
-@verb()
 def export(
     source: Annotated[Path, typer.Argument(help="A draft run, its merged/, or another model directory.")],
     consumer: Annotated[str, typer.Option("--for", help="transformers, vllm or sglang.")],
@@ -270,14 +265,11 @@ def export(
     from peftlab.drafting.export import export_draft
 
     done = export_draft(source, out, consumer, target, gamma=gamma, overwrite=overwrite)
-    show(f"{out}: loaded back, largest difference of a logit {done.max_logit_difference:.3g}")
-    for note in done.notes:
-        show(note)
-    show(done.command)
+    print(f"{out}: loaded back, largest difference of a logit {done.max_logit_difference:.3g}")
+    print(*done.notes, done.command, sep="\n")
     return done
 
 
-@verb(filters=True)
 def generate(
     target: Target,
     prompt: Annotated[
@@ -317,15 +309,10 @@ def generate(
     device: Device = "auto",
 ) -> object:
     """Generate text to the terminal, or chat, with a draft if one is named; then say how fast it was."""
-    from peftlab.errors import PeftlabError
-    from peftlab.pipelines.generate import DecodingOptions, load_writer
     from peftlab.pipelines.generate import generate as generated
+    from peftlab.pipelines.generate import load_writer
 
-    options = DecodingOptions(
-        max_new_tokens=max_new_tokens, gamma=gamma, width=width, policy=policy, temperature=temperature, top_k=top_k,
-        top_p=top_p, seed=seed, dtype=dtype, draft_dtype=draft_dtype, pack=pack, corpus=corpus, device=device,
-        lossy=lossy, tree=tree, verify=verify, draft_window=draft_window,
-    )  # fmt: skip
+    options = _decoding_options(locals())
     if prompt is not None:
         answer = generated(target, prompt, draft, options, drafter=drafter, stop=stop or [], chat=chat, on_text=_write)
         _end_line(answer)
