@@ -28,7 +28,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Protocol, TypeAlias, TypeVar, overload, runtime_checkable
 
 from peftlab.errors import PeftlabError, reason
-from peftlab.references import is_url
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -52,9 +51,15 @@ _KINDS: dict[type, str] = {
 STAGING_PREFIX = ".peftlab-tmp-"
 LOCK = f"{STAGING_PREFIX}lock"
 MARK = "peftlab.json"
+URL = re.compile(r"([A-Za-z][\w+.-]+(?:::[\w+.-]+)*):/+(.*)", re.DOTALL)  # Path makes one slash of two
 _WRITE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO}
 # Libraries in Rust (tokenizers, safetensors) raise errors of their own types; shutil.Error has the texts of several.
 _OS_ERROR = re.compile(r"\(os error (\d+)\)|\[errno (\d+)\]", re.IGNORECASE)
+
+
+def is_url(reference: str | Path) -> bool:
+    """Return whether a reference is a URL and no path; ``package:NAME/path`` and ``C:/path`` are none."""
+    return URL.fullmatch(str(reference)) is not None
 
 
 def fsync_path(path: Path) -> None:

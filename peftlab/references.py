@@ -1,4 +1,4 @@
-"""References to models and data: hub id, path, or file of an installed package; downloads from the hub and uploads.
+"""References to models and data: hub id, path, URL, or file of an installed package; downloads, and uploads to the hub.
 
 A reference is a hub id (``FacebookAI/roberta-base``), a local path, or ``package:NAME/path``: files of an
 installed Python package, found through its metadata and read as files. The package is never imported.
@@ -17,16 +17,11 @@ from importlib import metadata
 from pathlib import Path
 
 from peftlab.errors import PeftlabError, did_you_mean, nearest, reason
+from peftlab.files import is_url
 
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
-URL = re.compile(r"([A-Za-z][\w+.-]+(?:::[\w+.-]+)*):/+(.*)", re.DOTALL)  # Path makes one slash of two
 HUB_TIMEOUT = 5.0  # seconds for the hub to answer
 _HUB_REMEMBERED = 60  # seconds for which its answer, or the lack of one, is remembered
-
-
-def is_url(reference: str | Path) -> bool:
-    """Return whether a reference is a URL and no path; ``package:NAME/path`` and ``C:/path`` are none."""
-    return URL.fullmatch(str(reference)) is not None
 
 
 def locate(reference: str, what: str = "model") -> Path | str:
@@ -55,6 +50,21 @@ def locate(reference: str, what: str = "model") -> Path | str:
             f"it{similar_path(reference)}; to use a hub id of that name, run in another working directory"
         )
     return reference
+
+
+def local_copy(reference: str | Path) -> str:
+    """Return the directory of this machine that a run's URL stands for, downloaded; any other reference unchanged.
+
+    Checkpoints are not downloaded.
+
+    Raises:
+        PeftlabError: there is no run at the URL.
+    """
+    if not is_url(reference):
+        return str(reference)
+    from peftlab.remote import download_run
+
+    return str(download_run(str(reference)))
 
 
 def similar_path(reference: str) -> str:

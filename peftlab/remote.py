@@ -26,6 +26,7 @@ from peftlab.files import (
     LOCK,
     MARK,
     STAGING_PREFIX,
+    URL,
     Mark,
     locked,
     main_process,
@@ -35,7 +36,6 @@ from peftlab.files import (
     replacing,
     write_json,
 )
-from peftlab.references import URL, is_url
 from peftlab.untyped import Function
 
 if TYPE_CHECKING:
@@ -403,21 +403,17 @@ def _download_all(remote: RemoteDirectory, names: Collection[str], directory: Pa
     write_json(record, kept)
 
 
-def local_copy(reference: str | Path) -> str:
-    """Return the directory of this machine that a run's URL stands for, downloaded; any other reference unchanged.
-
-    Checkpoints are not downloaded.
+def download_run(url: str) -> Path:
+    """Return the directory of this machine that has the run at ``url``, without its checkpoints, as it is there now.
 
     Raises:
         PeftlabError: there is no run at the URL.
     """
-    if not is_url(reference):
-        return str(reference)
-    remote = RemoteDirectory(str(reference))
+    remote = RemoteDirectory(url)
     place = local_place(remote.url, "references")
     with locked(place.parent / LOCK, remote.url, wait=60.0):
         names = [name for name in remote.own_files(remote.versions()) if not name.startswith(_CHECKPOINTS)]
         if MARK not in names:
             raise PeftlabError(f"{remote.url}: not a run that peftlab wrote (it has no {MARK})")
         _download_all(remote, names, place)
-    return str(place)
+    return place

@@ -14,7 +14,8 @@ from fsspec.implementations.memory import MemoryFileSystem
 from peftlab.errors import PeftlabError
 from peftlab.files import Mark, write_mark
 from peftlab.pipelines.directory import RUN
-from peftlab.remote import Mirror, local_copy, mirrored
+from peftlab.references import local_copy
+from peftlab.remote import Mirror, mirrored
 
 URL = "ending://bucket/run"
 LAST = 4  # pushes of a run: its start, two checkpoints, its end

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from peftlab.errors import PeftlabError
-from peftlab.files import read_object
-from peftlab.references import is_url, locate, similar_path, snapshot
-from peftlab.remote import local_copy
+from peftlab.files import is_url, read_object
+from peftlab.references import local_copy, locate, similar_path, snapshot
 
 CONFIG_FILE = "adapter_config.json"
 GATED_FILE = "gated_lora.json"

@@ -16,12 +16,13 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from peftlab.errors import PeftlabError, reason
+from peftlab.files import is_url
 from peftlab.models.architectures import inside, task_head
 from peftlab.models.config import BaseConfig
 from peftlab.models.empty import Bounded, check_directory, check_ids, empty_model
 from peftlab.models.finetuned import find_model
 from peftlab.models.quantised import DTYPES, base_format, compute_dtype, keep_layout, quantise, quantised_linears
-from peftlab.references import is_url, locate, similar_path, snapshot, unreachable
+from peftlab.references import locate, similar_path, snapshot, unreachable
 from peftlab.untyped import Attributes, Function, Unwrapped
 
 if TYPE_CHECKING:

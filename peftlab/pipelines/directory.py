@@ -14,11 +14,10 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from peftlab.errors import PeftlabError
-from peftlab.files import WRITTEN, Claim, Inputs, Json, Mark, claimed, real, write_json, write_text
+from peftlab.files import WRITTEN, Claim, Inputs, Json, Mark, claimed, is_url, real, write_json, write_text
 from peftlab.pipelines.provenance import launch, launch_in
 from peftlab.recipe.load import load_recipe
 from peftlab.recipe.schema import AnyTable, DraftRecipe, DraftTableRecipe, FinetuneRecipe, Recipe
-from peftlab.references import is_url
 from peftlab.remote import RemoteDirectory, local_place, mirrored
 
 if TYPE_CHECKING:

@@ -18,8 +18,7 @@ from peftlab.pipelines.finetune import answer_scorer, load_task, model_source, s
 from peftlab.pipelines.merge import EXAMPLES, merge_latency, timed_weights
 from peftlab.recipe.load import load_recipe
 from peftlab.recipe.schema import FinetuneRecipe
-from peftlab.references import similar_path
-from peftlab.remote import local_copy
+from peftlab.references import local_copy, similar_path
 from peftlab.tasks.problem import TaskProblem
 from peftlab.tasks.table import find_task
 from peftlab.training.distributed import accelerator_on

@@ -39,8 +39,8 @@ from peftlab.pipelines.merge import EXAMPLES, Latency, MergeCheck, merge_latency
 from peftlab.pipelines.provenance import peak_memory, provenance
 from peftlab.recipe.load import dump_recipe
 from peftlab.recipe.schema import FinetuneRecipe, injected_method
+from peftlab.references import local_copy
 from peftlab.registry import resolve
-from peftlab.remote import local_copy
 from peftlab.reporting.cards import CardInfo, adapter_card, training
 from peftlab.reporting.console import trainable_line
 from peftlab.reporting.facts import data_lines

@@ -20,13 +20,12 @@ from peftlab.checkpoints.merge import merge_checkpoint
 from peftlab.checkpoints.merge_plan import MergeOptions
 from peftlab.checkpoints.merge_steps import MergeReport
 from peftlab.errors import PeftlabError
-from peftlab.files import read_mark, read_object, read_text
+from peftlab.files import is_url, read_mark, read_object, read_text
 from peftlab.hardware import resolve_device, wait_for
 from peftlab.models.config import BaseConfig
 from peftlab.models.pretrained import load_config
 from peftlab.models.quantised import DTYPES, BaseFormat
-from peftlab.references import is_url
-from peftlab.remote import local_copy
+from peftlab.references import local_copy
 from peftlab.untyped import Attributes
 
 if TYPE_CHECKING:

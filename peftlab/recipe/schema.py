@@ -13,11 +13,11 @@ from peftlab.decoding.table import HEAD, POLICIES, policy, rule_help, window
 from peftlab.drafting.config import DraftConfig, DraftData, DraftObjective, RecipeKeys
 from peftlab.drafting.table import DRAFTS
 from peftlab.errors import PeftlabError
+from peftlab.files import is_url
 from peftlab.methods.config import MethodConfig
 from peftlab.methods.lora.config import LoraConfig
 from peftlab.methods.table import METHODS, config_class
 from peftlab.models.config import Base, BaseConfig, MergeConfig
-from peftlab.references import is_url
 from peftlab.registry import resolve
 from peftlab.remote import check_url
 from peftlab.section import Section, Seed
