@@ -13,6 +13,7 @@ from .checkpoints.merge_plan import MergeOptions as MergeOptions
 from .decoding.decode import decode as decode
 from .drafting.base import load_pair as load_pair
 from .drafting.export import export_draft as export_draft
+from .environment import __version__ as __version__
 from .errors import PeftlabError as PeftlabError
 from .methods.adapter_set import adapter_names as adapter_names
 from .methods.adapter_set import delete_adapter as delete_adapter
@@ -45,4 +46,3 @@ from .pipelines.predict import predict as predict
 from .pipelines.update import update_draft as update_draft
 from .pipelines.update import update_live as update_live
 from .reporting.comparison import report as report
-from .version import __version__ as __version__

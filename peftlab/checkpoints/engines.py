@@ -41,6 +41,7 @@ from peftlab.checkpoints.adapter_contents import (
 from peftlab.checkpoints.merge_plan import MergeOptions, plan_merge, task_model
 from peftlab.checkpoints.peft_format import PREFIX
 from peftlab.checkpoints.tensors import write_tensors
+from peftlab.environment import version_of
 from peftlab.errors import PeftlabError, did_you_mean, reason
 from peftlab.files import staged_directory, write_json
 from peftlab.methods.lora.config import LoraConfig
@@ -48,7 +49,6 @@ from peftlab.methods.lora.plan import NEEDS_BASE
 from peftlab.methods.table import METHODS
 from peftlab.models.empty import tied_names
 from peftlab.untyped import LoadedKeys
-from peftlab.version import version_of
 
 # Values of init_lora_weights with which the file's factors are the whole update.
 _PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal", "mica", "lora_ga")

@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from peftlab.cli.draft import Device, Overwrite, bench, export, generate, plan, update
+from peftlab.environment import __version__
 from peftlab.errors import PeftlabError, os_error_text, quiet_libraries
 from peftlab.files import to_json, write_json
 from peftlab.untyped import Function
-from peftlab.version import __version__
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -383,10 +383,9 @@ def env() -> object:
     """Print versions and devices, for a bug report."""
     import json
 
-    from peftlab.hardware import resolve_device
-    from peftlab.pipelines.provenance import environment
+    from peftlab.environment import describe_environment, resolve_device
 
-    found = environment(resolve_device("auto"))
+    found = describe_environment(resolve_device("auto"))
     print(json.dumps(found, indent=2))
     return found
 

@@ -48,8 +48,8 @@ from peftlab.decoding.measurements import (
 )
 from peftlab.decoding.policies import Fixed, PolicyFactory
 from peftlab.decoding.sampling import TRAVERSAL, LossyRule, Sampling, Verifier
+from peftlab.environment import describe_cpu
 from peftlab.errors import PeftlabError
-from peftlab.hardware import describe_cpu
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -26,9 +26,9 @@ from peftlab.decoding.decode import Drafter, Generation, Row, Verified
 from peftlab.decoding.parallel_drafters import PearlDrafter
 from peftlab.decoding.sampling import LossyRule, Sampling, one_hot
 from peftlab.decoding.theory import acceptance_rate
+from peftlab.environment import Cpu, wait_for
 from peftlab.errors import PeftlabError
 from peftlab.files import Json, to_json
-from peftlab.hardware import Cpu, wait_for
 from peftlab.untyped import Function
 
 Interval = tuple[float, float] | None

@@ -31,9 +31,9 @@ from peftlab.decoding.theory import DraftCost, TargetWeights
 from peftlab.drafting.config import DraftConfig, DraftData, DraftObjective
 from peftlab.drafting.table import DRAFTS, DraftRow, find_draft
 from peftlab.drafting.target import end_ids, eos_ids, head_weight
+from peftlab.environment import resolve_device
 from peftlab.errors import PeftlabError, did_you_mean
 from peftlab.files import Json
-from peftlab.hardware import resolve_device
 from peftlab.methods.config import MethodConfig
 from peftlab.methods.table import METHODS
 from peftlab.models.pretrained import language_model_class, load_config, load_tokenizer

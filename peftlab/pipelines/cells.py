@@ -21,8 +21,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+from peftlab.environment import cores, resolve_device
 from peftlab.errors import PeftlabError, quiet_libraries
-from peftlab.hardware import cores, resolve_device
 from peftlab.pipelines.table import LOCAL, POLL, Engine, has_checkpoint
 from peftlab.recipe.schema import DraftRecipe, FinetuneRecipe
 from peftlab.recipe.tables import Cell

@@ -1,28 +1,29 @@
-"""The output directories of runs and tables: which run is continued, the inputs that must not be overwritten, and the
-results and the report that a run ends with."""
+"""The output directories of runs and tables: which run is continued, the inputs that must not be overwritten, how a run
+was made (``provenance.json``), and the results and the report that it ends with."""
 
 from __future__ import annotations
 
 import os
 import shlex
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import datetime, timezone
 from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
+from peftlab.environment import describe_environment, git_state
 from peftlab.errors import PeftlabError
-from peftlab.files import WRITTEN, Claim, Inputs, Json, Mark, claimed, is_url, real, write_json, write_text
-from peftlab.pipelines.provenance import launch, launch_in
+from peftlab.files import WRITTEN, Claim, Inputs, Json, Mark, claimed, is_url, parse_json, real, write_json, write_text
 from peftlab.recipe.load import load_recipe
 from peftlab.recipe.schema import AnyTable, DraftRecipe, DraftTableRecipe, FinetuneRecipe, Recipe
 from peftlab.remote import RemoteDirectory, local_place, mirrored
 
 if TYPE_CHECKING:
-    pass
-
+    import torch
 
 RUN = Mark("run", WRITTEN["run"])
 TABLE = Mark("table", WRITTEN["table"])
@@ -116,16 +117,33 @@ def overwrite_or_resume(recipe: Recipe, *, overwrite: bool) -> tuple[bool, bool]
         return overwrite, False
     if is_url(recipe.output_dir):
         remote = RemoteDirectory(recipe.output_dir)
-        begun, names = launch_in(remote.read("provenance.json")), [*remote.versions()]
+        content, names = remote.read("provenance.json"), [*remote.versions()]
     else:
         directory = Path(recipe.output_dir)
         file = directory / "provenance.json"
-        begun = launch_in(file.read_bytes() if file.is_file() else None)
+        content = file.read_bytes() if file.is_file() else None
         names = [path.relative_to(directory).as_posix() for path in directory.glob("checkpoints/*")]
-    if begun != own:
+    try:
+        begun = parse_json(content.decode("utf-8")) if content is not None else None
+    except ValueError:  # a file that cannot be read names no launch
+        begun = None
+    if not isinstance(begun, dict) or begun.get("launch") != own:
         return overwrite, False
     resume = any(fnmatch(name, "checkpoints/step-*.pt") for name in names)
     return not resume, resume
+
+
+def launch() -> str | None:
+    """Return what identifies the launch of torchrun's that started this process, again perhaps; None without one.
+
+    That is ``--rdzv-id``, which all machines of a launch share. Without one torchrun calls every launch "none", and
+    the directory of its own logs, which has a random name, tells this one from others.
+    """
+    name = os.environ.get("TORCHELASTIC_RUN_ID")
+    if name != "none":
+        return name or None
+    logs = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", "")).parents  # LOGS/attempt_N/RANK/error.json
+    return logs[2].name if len(logs) > 3 else None
 
 
 def recipe_inputs(recipe: Recipe) -> Inputs:
@@ -149,6 +167,20 @@ def recipe_inputs(recipe: Recipe) -> Inputs:
         "the data": recipe.data.path,
         "the run to start from": start,
         "the scorer": sample.scorer if sample is not None else None,
+    }
+
+
+def provenance(seed: int, data_fingerprint: str, processes: int, device: torch.device) -> dict[str, Json]:
+    """Return the contents of ``provenance.json``."""
+    return {
+        "created_at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "launch": launch(),
+        "command": [sys.argv[0].rpartition("/")[2], *sys.argv[1:]],
+        "seed": seed,
+        "data_fingerprint": data_fingerprint,
+        "processes": processes,
+        **git_state(),
+        **describe_environment(device),
     }
 
 

@@ -52,18 +52,17 @@ from peftlab.drafting.text import (
     weights_digest,
     write_continuations,
 )
+from peftlab.environment import Cpu, describe_cpu, peak_memory
 from peftlab.errors import PeftlabError, about
 from peftlab.files import Claim, Json, staged_directory, to_json, write_json, write_text
-from peftlab.hardware import Cpu, describe_cpu
 from peftlab.methods.injection import count_parameters, inject, is_injected
 from peftlab.methods.table import lr_ratio
 from peftlab.models.config import measures_latency, merge_into
 from peftlab.models.costs import Cost
 from peftlab.models.pretrained import load_config, load_tokenizer, storage
-from peftlab.pipelines.directory import run_directory, write_and_print_results, write_results
+from peftlab.pipelines.directory import provenance, run_directory, write_and_print_results, write_results
 from peftlab.pipelines.generate import HEAD_FILE, acceptance_head, draft_lengths
 from peftlab.pipelines.merge import Latency, MergeCheck, merge_latency, verify_merge
-from peftlab.pipelines.provenance import peak_memory, provenance
 from peftlab.recipe.load import dump_recipe
 from peftlab.recipe.schema import DraftRecipe, injected_method
 from peftlab.registry import resolve
@@ -239,7 +238,7 @@ def run_draft(
 
     Args:
         recipe: of kind draft. overwrite: replace an earlier run. resume: continue one that was stopped.
-        device: as ``hardware.resolve_device`` takes it.
+        device: as ``environment.resolve_device`` takes it.
 
     Raises:
         PeftlabError: a mistake of the user's; the run directory changes only once target, draft and data fit.

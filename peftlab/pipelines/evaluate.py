@@ -9,9 +9,9 @@ from pathlib import Path
 from torch import nn
 
 from peftlab.checkpoints.adapter import CONFIG_FILE, Adapter, load_adapter, read_adapter
+from peftlab.environment import Cpu, describe_cpu
 from peftlab.errors import PeftlabError
 from peftlab.files import Json, to_json
-from peftlab.hardware import Cpu, describe_cpu
 from peftlab.models.config import BaseConfig
 from peftlab.models.pretrained import eval_mode, load_config
 from peftlab.pipelines.finetune import answer_scorer, load_task, model_source, sample_inputs

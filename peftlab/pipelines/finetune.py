@@ -23,9 +23,9 @@ from peftlab.checkpoints.merge import check_merge, merge_checkpoint
 from peftlab.checkpoints.merge_plan import MergeOptions
 from peftlab.decoding.generation import answering
 from peftlab.drafting.target import eos_ids
+from peftlab.environment import Cpu, describe_cpu, peak_memory
 from peftlab.errors import PeftlabError, about
 from peftlab.files import Claim, Json, scratch_directory, staged_directory, to_json, write_json, write_text
-from peftlab.hardware import Cpu, describe_cpu
 from peftlab.methods.config import MethodConfig
 from peftlab.methods.injection import count_parameters, inject, injection_of, is_injected, trainable_parameters
 from peftlab.methods.merging import merge, unmerge
@@ -34,9 +34,8 @@ from peftlab.models.architectures import inside, task_head
 from peftlab.models.config import BaseConfig, Into, measures_latency, merge_into
 from peftlab.models.costs import Cost
 from peftlab.models.pretrained import eval_mode, load_base, load_config
-from peftlab.pipelines.directory import run_directory, write_and_print_results, write_results
+from peftlab.pipelines.directory import provenance, run_directory, write_and_print_results, write_results
 from peftlab.pipelines.merge import EXAMPLES, Latency, MergeCheck, merge_latency, verify_merge
-from peftlab.pipelines.provenance import peak_memory, provenance
 from peftlab.recipe.load import dump_recipe
 from peftlab.recipe.schema import FinetuneRecipe, injected_method
 from peftlab.references import local_copy
@@ -180,13 +179,13 @@ class FinetuneResults:
 def run_finetune(
     recipe: FinetuneRecipe, *, overwrite: bool = False, resume: bool = False, device: str = "auto"
 ) -> FinetuneResults:
-    """Run ``recipe`` on a device (``hardware.resolve_device``) and return its results.
+    """Run ``recipe`` on a device (``environment.resolve_device``) and return its results.
 
     Args:
         recipe: what to run.
         overwrite: replace a finished run in the directory.
         resume: continue from the newest checkpoint.
-        device: as ``hardware.resolve_device`` takes it.
+        device: as ``environment.resolve_device`` takes it.
 
     Raises:
         PeftlabError: any mistake in recipe, data or model; the run directory changes only after both were loaded.

@@ -39,8 +39,8 @@ from peftlab.drafting.base import (
 )
 from peftlab.drafting.table import find_draft
 from peftlab.drafting.text import index_corpus, read_documents
+from peftlab.environment import Cpu, describe_cpu
 from peftlab.errors import PeftlabError
-from peftlab.hardware import Cpu, describe_cpu
 from peftlab.models.pretrained import load_tokenizer
 from peftlab.models.quantised import torch_dtype
 from peftlab.registry import resolve

@@ -19,9 +19,9 @@ from peftlab.checkpoints.combine import combine
 from peftlab.checkpoints.merge import merge_checkpoint
 from peftlab.checkpoints.merge_plan import MergeOptions
 from peftlab.checkpoints.merge_steps import MergeReport
+from peftlab.environment import resolve_device, wait_for
 from peftlab.errors import PeftlabError
 from peftlab.files import is_url, read_mark, read_object, read_text
-from peftlab.hardware import resolve_device, wait_for
 from peftlab.models.config import BaseConfig
 from peftlab.models.pretrained import load_config
 from peftlab.models.quantised import DTYPES, BaseFormat

@@ -65,7 +65,7 @@ def predict_file(
         raise PeftlabError(f"{table.path}: no rows")
     _refuse_output_columns(table, ["prediction"])  # a file that was labelled before
     # What is wrong with the files is said before anything heavy is imported.
-    from peftlab.hardware import resolve_device
+    from peftlab.environment import resolve_device
     from peftlab.pipelines.evaluate import find_trained
 
     resolve_device(device)

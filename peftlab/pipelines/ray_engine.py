@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from peftlab.environment import check_device_name
 from peftlab.errors import PeftlabError
 from peftlab.files import MARK, is_locked, remove_lost
-from peftlab.hardware import check_device_name
 from peftlab.pipelines.cells import LocalEngine
 from peftlab.pipelines.table import POLL, Engine, Stopped, is_complete, run_cells, wait_for_cells
 from peftlab.recipe.tables import Cell

@@ -314,7 +314,7 @@ def open_engine(on: str, device: str, cpus: int | None) -> AbstractContextManage
 
     Args:
         on: ``local``: processes of this machine; ``ray`` or ``ray://HOST:PORT``: the nodes of a Ray cluster.
-        device: where models run, as ``hardware.resolve_device`` takes it.
+        device: where models run, as ``environment.resolve_device`` takes it.
         cpus: CPU cores of each cell, and the threads that PyTorch computes with. None: one on Ray; on this machine the
             cells of a CPU run one at a time, with as many threads as PyTorch chooses.
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+from peftlab.environment import __version__
 from peftlab.errors import PeftlabError
 from peftlab.files import Json, parse_json, read_object, read_text
 from peftlab.recipe.load import load_recipe
@@ -16,7 +17,6 @@ from peftlab.recipe.schema import FinetuneRecipe
 from peftlab.reporting import facts
 from peftlab.tasks.conversations import Conversation
 from peftlab.tasks.language_examples import template_of
-from peftlab.version import __version__
 
 _ACCURACIES = ("gsm8k_peft", "gsm8k")  # peft's own parser where it was asked for
 _PACKAGES = ("transformers", "peft", "datasets", "bitsandbytes", "torch")

@@ -32,8 +32,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import tree_map_only
 
+from peftlab.environment import resolve_device
 from peftlab.errors import PeftlabError
-from peftlab.hardware import resolve_device
 from peftlab.methods.injection import injection_of
 from peftlab.training.config import TrainConfig
 
@@ -60,7 +60,7 @@ def make_accelerator(settings: TrainConfig, run_dir: Path, device: str) -> Accel
     Args:
         settings: the recipe's ``train`` section.
         run_dir: gets the trackers' files.
-        device: as ``hardware.resolve_device`` takes it; ``auto`` leaves the choice to accelerate's configuration.
+        device: as ``environment.resolve_device`` takes it; ``auto`` leaves the choice to accelerate's configuration.
 
     Raises:
         PeftlabError: there is no such device, it does not support ``settings.precision``, accelerate's configuration

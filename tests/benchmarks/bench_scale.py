@@ -27,7 +27,7 @@ from pathlib import Path
 
 import torch
 
-from peftlab.hardware import cores
+from peftlab.environment import cores
 from peftlab.pipelines.cells import PRELOADED
 from peftlab.pipelines.finetune import run_finetune
 from peftlab.pipelines.table import RESULTS, Shard, TableFiles, missing_cells

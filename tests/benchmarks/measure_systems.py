@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
-from peftlab.hardware import Cpu, describe_cpu
+from peftlab.environment import Cpu, describe_cpu
 from peftlab.recipe.load import load_recipe
 from peftlab.reporting.drafts import published_speeds
 from peftlab.reporting.facts import threads

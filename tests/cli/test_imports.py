@@ -196,7 +196,7 @@ def test_a_run_measures_its_memory_where_there_is_no_resource_module() -> None:
         "sys.modules['resource'] = None\n"
         "class Info: peak_wset = 3 * 2**20\n"
         "psutil.Process.memory_info = lambda self: Info\n"
-        "from peftlab.pipelines.provenance import peak_memory\n"
+        "from peftlab.environment import peak_memory\n"
         "assert peak_memory() == 3.0"
     )
     _imported(code)

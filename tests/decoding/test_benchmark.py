@@ -42,9 +42,9 @@ from peftlab.drafting.config import MedusaDraft
 from peftlab.drafting.heads import MedusaHeads, MedusaKind, write_medusa
 from peftlab.drafting.state_network import default_features
 from peftlab.drafting.target import truncate
+from peftlab.environment import describe_cpu
 from peftlab.errors import PeftlabError
 from peftlab.files import to_json
-from peftlab.hardware import describe_cpu
 from peftlab.models.pretrained import load_base, load_tokenizer
 from peftlab.tasks.prompts import Prompt, encode, read_prompts, spread
 from tests.byte_tokens import byte_tokenizer

@@ -25,7 +25,7 @@ from peftlab.decoding.table import (
 )
 from peftlab.drafting.base import ONE_PASS, PEARL
 from peftlab.drafting.table import DRAFTS as KINDS
-from peftlab.hardware import Cpu
+from peftlab.environment import Cpu
 from peftlab.recipe.load import load_recipe
 from tests.benchmarks.measure_systems import PAGE, cells, figures, filled, short_name, words
 from tests.benchmarks.systems import DRAFTS, SYSTEMS, System

@@ -24,9 +24,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 
+from peftlab.environment import describe_environment, git_state, resolve_device
 from peftlab.files import write_json
-from peftlab.hardware import resolve_device
-from peftlab.pipelines.provenance import environment, git_state
 from tests.packages import SMOLLM2
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -185,7 +184,7 @@ def main(arguments: list[str] | None = None) -> None:
         args.out / f"{args.part}.json",
         {
             "part": args.part, "date": str(datetime.date.today()), "tiny": args.tiny, **git_state(),
-            **environment(device), "device_memory": memory, "seconds": time.perf_counter() - started, "figures": figures,
+            **describe_environment(device), "device_memory": memory, "seconds": time.perf_counter() - started, "figures": figures,
         },
     )  # fmt: skip
 

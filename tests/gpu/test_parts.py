@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from peftlab.hardware import resolve_device
+from peftlab.environment import resolve_device
 from tests.gpu.__main__ import PARTS, ROOT, main
 from tests.gpu.steps import SIDES
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from peftlab.hardware import wait_for
+from peftlab.environment import wait_for
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from peftlab.decoding.measurements import (
     DrafterResult,
     TimeShares,
 )
-from peftlab.hardware import Cpu
+from peftlab.environment import Cpu
 from peftlab.reporting.drafts import bench_page
 from peftlab.reporting.facts import facts
 from peftlab.reporting.pages import write_report

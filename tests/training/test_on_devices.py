@@ -14,7 +14,7 @@ from transformers import BertForSequenceClassification
 
 import peftlab
 from peftlab.checkpoints.merge import merge_checkpoint
-from peftlab.hardware import resolve_device
+from peftlab.environment import resolve_device
 from peftlab.models.pretrained import load_base
 from peftlab.pipelines import resume
 

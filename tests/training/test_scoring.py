@@ -16,9 +16,9 @@ from typer.testing import CliRunner
 
 import peftlab
 from peftlab.cli.app import app
+from peftlab.environment import describe_cpu, resolve_device
 from peftlab.errors import PeftlabError
 from peftlab.files import to_json
-from peftlab.hardware import describe_cpu, resolve_device
 from peftlab.pipelines.evaluate import evaluate, score_trained
 from peftlab.pipelines.merge import ROUNDS
 from peftlab.pipelines.predict import predict, predict_file
