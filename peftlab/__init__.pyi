@@ -32,9 +32,9 @@ from .methods.injection import trainable_parameters as trainable_parameters
 from .methods.lora.config import LoraConfig as LoraConfig
 from .methods.merging import merge as merge
 from .methods.merging import unmerge as unmerge
-from .pipelines import resume as resume
-from .pipelines import run as run
-from .pipelines import validate as validate
+from .pipelines.recipes import resume as resume
+from .pipelines.recipes import run as run
+from .pipelines.recipes import validate as validate
 from .pipelines.benchmark import benchmark as benchmark
 from .pipelines.benchmark import plan_draft as plan_draft
 from .pipelines.evaluate import evaluate as evaluate

@@ -170,7 +170,7 @@ def run(
     cpus: Cpus = None,
 ) -> object:
     """Run a recipe: inject, train, score, save, merge, report."""
-    from peftlab import pipelines
+    from peftlab.pipelines import recipes as pipelines
 
     return pipelines.run(recipe, overrides or [], overwrite=overwrite, device=device, shard=shard, on=on, cpus=cpus)
 
@@ -184,7 +184,7 @@ def resume(
     cpus: Cpus = None,
 ) -> object:
     """Continue a run that was stopped, from its newest checkpoint."""
-    from peftlab import pipelines
+    from peftlab.pipelines import recipes as pipelines
 
     return pipelines.resume(directory, device=device, on=on, cpus=cpus)
 
@@ -203,7 +203,7 @@ def validate(
     ] = False,
 ) -> object:
     """Check a recipe and that its model and data are there, and print it with all its defaults."""
-    from peftlab import pipelines
+    from peftlab.pipelines import recipes as pipelines
     from peftlab.recipe.load import dump_recipe
 
     checked = pipelines.validate(recipe, overrides or [])

@@ -201,7 +201,7 @@ def _run_cell(
     quiet_libraries()
     import torch
 
-    from peftlab.pipelines import run_recipe
+    from peftlab.pipelines.recipes import run_recipe
 
     if threads is not None:
         torch.set_num_threads(threads)

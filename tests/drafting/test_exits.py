@@ -19,7 +19,7 @@ from peftlab.drafting.target import truncate
 from peftlab.drafting.text import Collate, make_dataset
 from peftlab.errors import PeftlabError
 from peftlab.methods.injection import inject, make_config, trainable_parameters
-from peftlab.pipelines import run_recipe
+from peftlab.pipelines.recipes import run_recipe
 from peftlab.recipe.load import load_recipe
 
 NORMED: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {

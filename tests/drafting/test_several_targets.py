@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from peftlab.drafting.acceptance import measure
 from peftlab.drafting.text import make_dataset
 from peftlab.errors import PeftlabError
-from peftlab.pipelines import run_recipe
+from peftlab.pipelines.recipes import run_recipe
 from peftlab.recipe.load import load_recipe
 from peftlab.tasks.prompts import Request
 

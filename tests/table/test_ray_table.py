@@ -16,7 +16,7 @@ import pytest
 
 from peftlab.errors import PeftlabError
 from peftlab.files import LOCK, locked, read_json, remove_lost
-from peftlab.pipelines import run_recipe
+from peftlab.pipelines.recipes import run_recipe
 from peftlab.pipelines.table import CellsFailed, Stopped
 from peftlab.recipe.schema import TableRecipe
 

@@ -20,7 +20,7 @@ import pytest
 from peftlab.checkpoints.adapter import read_adapter
 from peftlab.errors import PeftlabError
 from peftlab.files import claimed, locked, read_json, write_mark
-from peftlab.pipelines import run_recipe
+from peftlab.pipelines.recipes import run_recipe
 from peftlab.pipelines.directory import RUN, TABLE
 from peftlab.pipelines.table import CellsFailed, Shard, Stopped, TableResults, run_table
 from peftlab.recipe.load import load_recipe

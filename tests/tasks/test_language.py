@@ -36,7 +36,7 @@ from transformers import (
 import peftlab
 from peftlab.errors import PeftlabError
 from peftlab.methods.injection import trainable_parameters
-from peftlab.pipelines import run
+from peftlab.pipelines.recipes import run
 from peftlab.pipelines.finetune import FinetuneResults
 from peftlab.tasks.config import DataConfig
 from peftlab.tasks.conversations import Completion, Conversation, read_calls

@@ -15,7 +15,7 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 from torch.distributed.tensor import DTensor
 
-from peftlab.pipelines import run_recipe
+from peftlab.pipelines.recipes import run_recipe
 from peftlab.recipe.load import load_recipe
 from peftlab.tasks.problem import Scores, TrainingProblem
 

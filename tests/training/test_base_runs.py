@@ -21,7 +21,7 @@ from peftlab.errors import PeftlabError
 from peftlab.models.config import BaseConfig
 from peftlab.models.pretrained import load_base
 from peftlab.models.quantised import dequantised, quantise, quantised_linears
-from peftlab.pipelines import resume, run, run_recipe
+from peftlab.pipelines.recipes import resume, run, run_recipe
 from peftlab.pipelines.evaluate import evaluate
 from peftlab.recipe.load import load_recipe
 from peftlab.recipe.schema import FinetuneRecipe, TableRecipe

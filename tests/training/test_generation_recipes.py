@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from peftlab.cli.app import app
 from peftlab.errors import PeftlabError
-from peftlab.pipelines import run
+from peftlab.pipelines.recipes import run
 from peftlab.reporting.comparison import report
 
 TEMPLATE = (

@@ -16,7 +16,7 @@ import peftlab
 from peftlab.checkpoints.merge import merge_checkpoint
 from peftlab.environment import resolve_device
 from peftlab.models.pretrained import load_base
-from peftlab.pipelines import resume
+from peftlab.pipelines.recipes import resume
 
 pytestmark = pytest.mark.device
 DEVICE = resolve_device("auto")

@@ -18,7 +18,7 @@ from peftlab.cli.app import app
 from peftlab.errors import PeftlabError
 from peftlab.models.config import BaseConfig
 from peftlab.models.pretrained import load_base
-from peftlab.pipelines import run
+from peftlab.pipelines.recipes import run
 from peftlab.pipelines.merge import Combining, run_merge
 
 pytest.importorskip("bitsandbytes")

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 import tiny
 
-from peftlab import pipelines
+from peftlab.pipelines import recipes as pipelines
 from peftlab.cli import app as cli
 from peftlab.errors import PeftlabError
 from peftlab.files import claimed
-from peftlab.pipelines import run_recipe
+from peftlab.pipelines.recipes import run_recipe
 from peftlab.pipelines.directory import RUN
 from peftlab.pipelines.finetune import FinetuneResults
 from peftlab.recipe.schema import FinetuneRecipe

@@ -75,7 +75,7 @@ def recipe(model: Path, rows: Path, run: Path, method: str = "lora", **train: An
 
 def run(values: dict[str, Any], **options: Any) -> dict[str, Any]:
     """Run a recipe in this process and return what results.json contains."""
-    from peftlab.pipelines import run_recipe
+    from peftlab.pipelines.recipes import run_recipe
     from peftlab.recipe.schema import FinetuneRecipe
 
     return run_recipe(FinetuneRecipe.model_validate(values), **options).as_json()
