@@ -170,9 +170,9 @@ def run(
     cpus: Cpus = None,
 ) -> object:
     """Run a recipe: inject, train, score, save, merge, report."""
-    from peftlab.pipelines import recipes as pipelines
+    from peftlab.pipelines.recipes import run as run_recipe
 
-    return pipelines.run(recipe, overrides or [], overwrite=overwrite, device=device, shard=shard, on=on, cpus=cpus)
+    return run_recipe(recipe, overrides or [], overwrite=overwrite, device=device, shard=shard, on=on, cpus=cpus)
 
 
 @app.command()
@@ -184,9 +184,9 @@ def resume(
     cpus: Cpus = None,
 ) -> object:
     """Continue a run that was stopped, from its newest checkpoint."""
-    from peftlab.pipelines import recipes as pipelines
+    from peftlab.pipelines.recipes import resume as resume_run
 
-    return pipelines.resume(directory, device=device, on=on, cpus=cpus)
+    return resume_run(directory, device=device, on=on, cpus=cpus)
 
 
 @app.command()
@@ -203,10 +203,10 @@ def validate(
     ] = False,
 ) -> object:
     """Check a recipe and that its model and data are there, and print it with all its defaults."""
-    from peftlab.pipelines import recipes as pipelines
+    from peftlab.pipelines.recipes import validate as validate_recipe
     from peftlab.recipe.load import dump_recipe
 
-    checked = pipelines.validate(recipe, overrides or [])
+    checked = validate_recipe(recipe, overrides or [])
     found: dict[str, object] = dict(checked.as_json())
     print(dump_recipe(checked), end="")
     if deep:

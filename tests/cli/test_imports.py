@@ -94,7 +94,7 @@ COUNTS = {
     "report run -o report.html": ("matplotlib numpy", 670),
     "inspect base": ("torch numpy", 250),
     "inspect encoder": ("torch numpy", 250),
-    "merge adapter -o merged": ("torch numpy", 300),
+    "merge adapter -o merged": ("torch numpy", 250),
     "unmerge merged -o again": ("torch numpy", 230),
 }
 
