@@ -32,9 +32,6 @@ from .methods.injection import trainable_parameters as trainable_parameters
 from .methods.lora.config import LoraConfig as LoraConfig
 from .methods.merging import merge as merge
 from .methods.merging import unmerge as unmerge
-from .pipelines.recipes import resume as resume
-from .pipelines.recipes import run as run
-from .pipelines.recipes import validate as validate
 from .pipelines.benchmark import benchmark as benchmark
 from .pipelines.benchmark import plan_draft as plan_draft
 from .pipelines.evaluate import evaluate as evaluate
@@ -43,6 +40,9 @@ from .pipelines.generate import generate as generate
 from .pipelines.inspect import inspect_model as inspect_model
 from .pipelines.merge import run_merge as run_merge
 from .pipelines.predict import predict as predict
+from .pipelines.recipes import resume as resume
+from .pipelines.recipes import run as run
+from .pipelines.recipes import validate as validate
 from .pipelines.update import update_draft as update_draft
 from .pipelines.update import update_live as update_live
 from .reporting.comparison import report as report

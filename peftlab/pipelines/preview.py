@@ -19,8 +19,8 @@ from torch import Tensor
 from peftlab.errors import PeftlabError
 from peftlab.files import is_url
 from peftlab.models.pretrained import load_tokenizer
-from peftlab.pipelines.recipes import columns_read, runs_of
 from peftlab.pipelines.inspect import Inspection, inspect_model
+from peftlab.pipelines.recipes import columns_read, runs_of
 from peftlab.recipe.schema import FinetuneRecipe, Recipe, injected_method
 from peftlab.registry import resolve
 from peftlab.remote import local_place

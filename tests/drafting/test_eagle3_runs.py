@@ -21,8 +21,8 @@ from peftlab.drafting.table import DRAFTS
 from peftlab.drafting.target import input_embedding
 from peftlab.errors import PeftlabError
 from peftlab.models.pretrained import load_base
-from peftlab.pipelines.recipes import run_recipe
 from peftlab.pipelines.draft import DraftResults
+from peftlab.pipelines.recipes import run_recipe
 from peftlab.pipelines.update import update_draft
 from peftlab.recipe.load import load_recipe
 

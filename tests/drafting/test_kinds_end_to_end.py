@@ -19,9 +19,9 @@ from peftlab.drafting.base import load_pair, make_drafter
 from peftlab.drafting.export import export_draft
 from peftlab.drafting.table import find_draft
 from peftlab.errors import PeftlabError
-from peftlab.pipelines.recipes import run_recipe
 from peftlab.pipelines.benchmark import plan_draft
 from peftlab.pipelines.draft import run_draft
+from peftlab.pipelines.recipes import run_recipe
 from peftlab.pipelines.update import update_draft, update_live
 from peftlab.recipe.load import load_recipe
 

@@ -18,8 +18,8 @@ from peftlab.decoding.decode import StoppingCriteria, decode
 from peftlab.drafting.base import load_pair
 from peftlab.drafting.config import ModelDraft
 from peftlab.errors import PeftlabError
-from peftlab.pipelines.recipes import run_recipe
 from peftlab.pipelines import update
+from peftlab.pipelines.recipes import run_recipe
 from peftlab.pipelines.update import continued, draft_run, update_draft, update_live, updates
 from peftlab.recipe.load import load_recipe
 

@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM
 
 from peftlab.drafting.pruning import Search
 from peftlab.errors import PeftlabError
-from peftlab.pipelines.recipes import run_recipe
 from peftlab.pipelines.draft import DraftResults
+from peftlab.pipelines.recipes import run_recipe
 from peftlab.recipe.load import load_recipe
 from tests.command_line import invoke
 

@@ -20,8 +20,8 @@ import pytest
 from peftlab.checkpoints.adapter import read_adapter
 from peftlab.errors import PeftlabError
 from peftlab.files import claimed, locked, read_json, write_mark
-from peftlab.pipelines.recipes import run_recipe
 from peftlab.pipelines.directory import RUN, TABLE
+from peftlab.pipelines.recipes import run_recipe
 from peftlab.pipelines.table import CellsFailed, Shard, Stopped, TableResults, run_table
 from peftlab.recipe.load import load_recipe
 from peftlab.recipe.schema import TableRecipe

@@ -36,8 +36,8 @@ from transformers import (
 import peftlab
 from peftlab.errors import PeftlabError
 from peftlab.methods.injection import trainable_parameters
-from peftlab.pipelines.recipes import run
 from peftlab.pipelines.finetune import FinetuneResults
+from peftlab.pipelines.recipes import run
 from peftlab.tasks.config import DataConfig
 from peftlab.tasks.conversations import Completion, Conversation, read_calls
 from peftlab.tasks.language import LanguageEvaluation, head_is_separable, load_language, nll

@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import peftlab
 from peftlab.decoding.generation import answering
 from peftlab.errors import PeftlabError
-from peftlab.pipelines.recipes import run
 from peftlab.pipelines.evaluate import evaluate
+from peftlab.pipelines.recipes import run
 from peftlab.recipe.load import load_recipe
 from peftlab.tasks.config import GenerateConfig
 

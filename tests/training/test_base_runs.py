@@ -21,8 +21,8 @@ from peftlab.errors import PeftlabError
 from peftlab.models.config import BaseConfig
 from peftlab.models.pretrained import load_base
 from peftlab.models.quantised import dequantised, quantise, quantised_linears
-from peftlab.pipelines.recipes import resume, run, run_recipe
 from peftlab.pipelines.evaluate import evaluate
+from peftlab.pipelines.recipes import resume, run, run_recipe
 from peftlab.recipe.load import load_recipe
 from peftlab.recipe.schema import FinetuneRecipe, TableRecipe
 from peftlab.recipe.tables import table_cells

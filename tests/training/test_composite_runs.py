@@ -10,8 +10,8 @@ import tiny
 from safetensors.torch import load_file, save_file
 
 from peftlab.errors import PeftlabError
-from peftlab.pipelines.recipes import run
 from peftlab.pipelines.evaluate import evaluate
+from peftlab.pipelines.recipes import run
 from tests.byte_tokens import byte_tokenizer
 from tests.composite_models import save_composite
 

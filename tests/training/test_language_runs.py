@@ -14,10 +14,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, OPTConfig, OPTForCausalLM
 
 from peftlab.errors import PeftlabError
-from peftlab.pipelines.recipes import resume, run
 from peftlab.pipelines.evaluate import evaluate
 from peftlab.pipelines.finetune import load_task, sample_inputs, share_rows
 from peftlab.pipelines.preview import example_inputs
+from peftlab.pipelines.recipes import resume, run
 from peftlab.recipe.load import load_recipe
 from peftlab.recipe.schema import FinetuneRecipe
 from peftlab.tasks.problem import TrainingProblem

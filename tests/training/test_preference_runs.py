@@ -15,8 +15,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from peftlab.errors import PeftlabError
-from peftlab.pipelines.recipes import resume, run
 from peftlab.pipelines.evaluate import evaluate
+from peftlab.pipelines.recipes import resume, run
 from peftlab.recipe.load import load_recipe
 
 CHATML = (

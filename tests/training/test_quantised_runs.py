@@ -18,8 +18,8 @@ from peftlab.cli.app import app
 from peftlab.errors import PeftlabError
 from peftlab.models.config import BaseConfig
 from peftlab.models.pretrained import load_base
-from peftlab.pipelines.recipes import run
 from peftlab.pipelines.merge import Combining, run_merge
+from peftlab.pipelines.recipes import run
 
 pytest.importorskip("bitsandbytes")
 STORIES = Path(__file__).resolve().parents[3] / "shared" / "data" / "weights" / "stories260K-hf"

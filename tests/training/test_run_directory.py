@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 import tiny
 
-from peftlab.pipelines import recipes as pipelines
 from peftlab.cli import app as cli
 from peftlab.errors import PeftlabError
 from peftlab.files import claimed
-from peftlab.pipelines.recipes import run_recipe
+from peftlab.pipelines import recipes as pipelines
 from peftlab.pipelines.directory import RUN
 from peftlab.pipelines.finetune import FinetuneResults
+from peftlab.pipelines.recipes import run_recipe
 from peftlab.recipe.schema import FinetuneRecipe
 
 
