@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING
 from peftlab.environment import cores, resolve_device
 from peftlab.errors import PeftlabError, quiet_libraries
 from peftlab.pipelines.table import LOCAL, POLL, Engine, has_checkpoint
+from peftlab.recipe.load import Cell
 from peftlab.recipe.schema import DraftRecipe, FinetuneRecipe
-from peftlab.recipe.tables import Cell
 
 if TYPE_CHECKING:
     from multiprocessing.context import ForkServerContext, SpawnContext

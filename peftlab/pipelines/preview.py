@@ -20,12 +20,13 @@ from peftlab.errors import PeftlabError
 from peftlab.files import is_url
 from peftlab.models.pretrained import load_tokenizer
 from peftlab.pipelines.inspect import Inspection, inspect_model
-from peftlab.pipelines.recipes import columns_read, runs_of
+from peftlab.recipe.load import runs_of
 from peftlab.recipe.schema import FinetuneRecipe, Recipe, injected_method
 from peftlab.registry import resolve
 from peftlab.remote import local_place
 from peftlab.reporting.facts import data_lines
 from peftlab.tasks.answers import Answers
+from peftlab.tasks.data import tables_read
 from peftlab.tasks.labelled import class_counts, repeated_rows
 from peftlab.tasks.labelled_rows import load_task_data
 from peftlab.tasks.language_examples import Tokens, collate
@@ -93,7 +94,7 @@ def deep_check(recipe: Recipe) -> DeepCheck:
     Raises:
         PeftlabError: anything that would stop the run; or the recipe is of drafts.
     """
-    runs = runs_of(recipe)
+    runs = [run for run in runs_of(recipe) if isinstance(run, FinetuneRecipe)]
     if not runs:
         raise PeftlabError(f"--deep: a recipe of kind {recipe.kind} has no labels or targets to check; others have")
     data = {(each.task, repr(each.data)): each for each in runs}
@@ -121,7 +122,10 @@ def deep_lines(checked: DeepCheck) -> list[str]:
 
 def _read_data(recipe: FinetuneRecipe) -> CheckedData:
     task = find_task(recipe.task)
-    columns = columns_read(task, recipe.data)
+    columns = [*task.text, *(["label"] if task.labelled else [])]
+    if not task.glue and recipe.data.path is not None:
+        tables = tables_read(task, recipe.data)
+        columns = list(tables["train"][1]) if "train" in tables else []
     if not task.labelled:
         _, rows, left_out = resolve(task.load)(task, recipe.data)
         return CheckedData(task.name, columns, {split: len(each) for split, each in rows.items()}, {}, left_out, {})

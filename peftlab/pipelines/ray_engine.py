@@ -23,7 +23,7 @@ from peftlab.errors import PeftlabError
 from peftlab.files import MARK, is_locked, remove_lost
 from peftlab.pipelines.cells import LocalEngine
 from peftlab.pipelines.table import POLL, Engine, Stopped, is_complete, run_cells, wait_for_cells
-from peftlab.recipe.tables import Cell
+from peftlab.recipe.load import Cell
 
 if TYPE_CHECKING:
     from ray import ObjectRef

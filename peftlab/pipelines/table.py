@@ -21,9 +21,8 @@ from typing import Protocol
 from peftlab.errors import PeftlabError, did_you_mean
 from peftlab.files import LOCK, Json, claimed, is_locked, locked, read_mark, read_object, remove, write_text
 from peftlab.pipelines.directory import RUN, TABLE, recipe_inputs
-from peftlab.recipe.load import dump_recipe, load_recipe
+from peftlab.recipe.load import DRAFT, Cell, dump_recipe, load_recipe, table_cells
 from peftlab.recipe.schema import AnyTable, Recipe, TableRecipe
-from peftlab.recipe.tables import DRAFT, Cell, table_cells
 from peftlab.registry import resolve
 from peftlab.reporting.facts import duration, flatten, required
 from peftlab.reporting.table_scores import Controls, Table, shown, summarise

@@ -36,7 +36,9 @@ from typing import TYPE_CHECKING
 from peftlab.errors import PeftlabError, did_you_mean
 from peftlab.files import open_regular, parse_json
 from peftlab.references import locate
+from peftlab.registry import resolve
 from peftlab.tasks.config import DataConfig
+from peftlab.tasks.table import Task
 
 if TYPE_CHECKING:
     from pyarrow.parquet import ParquetFile
@@ -804,3 +806,19 @@ def _number(value: object) -> float:
         return float(value)
     except (ValueError, OverflowError):
         return math.nan
+
+
+def tables_read(task: Task, data: DataConfig) -> dict[str, tuple[Table, dict[str, str]]]:
+    """Return the table of each split of the user's files, and the columns that it must have, each with its key.
+
+    A document, whose paragraphs or lines are rows, has none.
+
+    Args:
+        task: the row of the table of tasks, not one of GLUE's.
+        data: the recipe's ``data`` section, whose ``path`` is set.
+    """
+    files = split_files(str(data.path), () if task.labelled else (".txt",))
+    with_columns = {split: file for split, file in files.items() if file.suffix != ".txt"}
+    tables = split_tables(with_columns, data.validation, files)
+    of: Callable[[DataConfig, Collection[str]], Columns] = resolve(task.columns)
+    return {split: (table, of(data, table.columns).needed(split, table)) for split, table in tables.items()}

@@ -31,9 +31,8 @@ from peftlab.environment import cores
 from peftlab.pipelines.cells import PRELOADED
 from peftlab.pipelines.finetune import run_finetune
 from peftlab.pipelines.table import RESULTS, Shard, TableFiles, missing_cells
-from peftlab.recipe.load import dump_recipe, load_recipe
+from peftlab.recipe.load import Cell, dump_recipe, load_recipe, table_cells
 from peftlab.recipe.schema import TableRecipe
-from peftlab.recipe.tables import Cell, table_cells
 from tests.benchmarks.scheduling import Costs, Failure, Job, longest_chain, makespan, queue
 from tests.training.tiny import recipe, save_model, save_rows, write_recipe
 

@@ -23,8 +23,7 @@ from accelerate.utils import set_seed
 from peftlab.files import write_json
 from peftlab.methods.injection import inject
 from peftlab.pipelines.finetune import load_task
-from peftlab.recipe.load import load_recipe
-from peftlab.recipe.tables import Cell, table_cells
+from peftlab.recipe.load import Cell, load_recipe, table_cells
 from peftlab.training.loop import train
 
 

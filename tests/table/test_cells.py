@@ -10,9 +10,8 @@ import pytest
 
 from peftlab.errors import PeftlabError
 from peftlab.methods.table import METHODS
-from peftlab.recipe.load import dump_recipe, load_recipe
+from peftlab.recipe.load import Cell, dump_recipe, load_recipe, table_cells
 from peftlab.recipe.schema import TableRecipe
-from peftlab.recipe.tables import Cell, table_cells
 from peftlab.training.config import TrainConfig
 
 TABLE = """\

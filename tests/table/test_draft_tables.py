@@ -18,9 +18,8 @@ from peftlab.cli.app import app
 from peftlab.drafting.text import write_missing
 from peftlab.errors import PeftlabError
 from peftlab.pipelines.table import missing_cells
-from peftlab.recipe.load import dump_recipe, load_recipe
+from peftlab.recipe.load import dump_recipe, load_recipe, table_cells
 from peftlab.recipe.schema import DraftRecipe, DraftTableRecipe
-from peftlab.recipe.tables import table_cells
 
 SWEEP = ["sweep.objective.name=[kl, tvd]", "sweep.seed=[0, 1]"]
 SMALL = [

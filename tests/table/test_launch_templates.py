@@ -19,9 +19,8 @@ from peftlab.errors import PeftlabError
 from peftlab.files import read_object
 from peftlab.pipelines.table import Shard
 from peftlab.recipe import library
-from peftlab.recipe.load import load_recipe
+from peftlab.recipe.load import Cell, load_recipe, table_cells
 from peftlab.recipe.schema import TableRecipe
-from peftlab.recipe.tables import Cell, table_cells
 from tests.training.tiny import write_recipe
 
 TEMPLATES = library.templates()

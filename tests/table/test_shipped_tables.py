@@ -27,9 +27,8 @@ from peftlab.methods.targets import layer_index, parameters_under
 from peftlab.models.architectures import task_head
 from peftlab.models.costs import count_step
 from peftlab.models.empty import empty_model
-from peftlab.recipe.load import load_recipe
+from peftlab.recipe.load import load_recipe, table_cells
 from peftlab.recipe.schema import DraftTableRecipe, FinetuneRecipe, TableRecipe, injected_method
-from peftlab.recipe.tables import table_cells
 from peftlab.references import locate
 from peftlab.reporting.table_scores import published_rows
 from peftlab.training.efficient import Selection

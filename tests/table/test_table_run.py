@@ -23,9 +23,8 @@ from peftlab.files import claimed, locked, read_json, write_mark
 from peftlab.pipelines.directory import RUN, TABLE
 from peftlab.pipelines.recipes import run_recipe
 from peftlab.pipelines.table import CellsFailed, Shard, Stopped, TableResults, run_table
-from peftlab.recipe.load import load_recipe
+from peftlab.recipe.load import load_recipe, table_cells
 from peftlab.recipe.schema import TableRecipe
-from peftlab.recipe.tables import table_cells
 from tests.training.tiny import command, save_model
 
 

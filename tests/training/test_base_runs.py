@@ -23,9 +23,8 @@ from peftlab.models.pretrained import load_base
 from peftlab.models.quantised import dequantised, quantise, quantised_linears
 from peftlab.pipelines.evaluate import evaluate
 from peftlab.pipelines.recipes import resume, run, run_recipe
-from peftlab.recipe.load import load_recipe
+from peftlab.recipe.load import load_recipe, table_cells
 from peftlab.recipe.schema import FinetuneRecipe, TableRecipe
-from peftlab.recipe.tables import table_cells
 from tests.tiny_gguf import write_gguf
 
 TEMPLATE = (
