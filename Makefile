@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+# Each worker takes whole files, so that what a file's fixtures make is made once.
 WORKERS ?= 2
 
 # The encoder and the film reviews of the quickstart, and the language model of the draft tests: read as files,
@@ -38,13 +39,13 @@ demo: install
 	$(BIN)/peftlab run recipes/quickstart.yaml --overwrite
 
 test: install $(VENV)/.quantised
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -q
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -q
 
 test-long: install $(VENV)/.quantised
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -q -m long
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -q -m long
 
 test-cpus: install $(VENV)/.quantised
-	$(BIN)/python -m tests.cpus -n $(WORKERS) --dist loadgroup -q
+	$(BIN)/python -m tests.cpus -n $(WORKERS) --dist loadfile -q
 
 lint: install
 	$(BIN)/ruff check .

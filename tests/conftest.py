@@ -23,15 +23,6 @@ from tests.packages import MINILM, REVIEWS, SMOLLM2
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give the tests of a file that share what a fixture makes to one worker, which makes it once."""
-    for item in items:
-        fixtures = item._fixtureinfo.name2fixturedefs.values() if isinstance(item, pytest.Function) else ()
-        if any(fixture.scope in ("module", "class") for each in fixtures for fixture in each):
-            item.add_marker(pytest.mark.xdist_group(item.location[0]))
-
-
 @pytest.fixture(scope="session")
 def shared() -> Path:
     """The data beside the checkout; a test that needs it is skipped where it is absent."""
