@@ -251,8 +251,8 @@ def _adapter_from(
     config: MethodConfig
     notes: tuple[str, ...] = ()
     if "peft_type" in raw:
-        theirs = read_peft(raw, tensors, file, weights)
-        config, tensors, notes = _as_injected(theirs.config, entry, weights), theirs.tensors, theirs.notes
+        written, tensors, notes = read_peft(raw, tensors, file, weights)
+        config = _as_injected(written, entry, weights)
     else:
         method = raw.get("method")
         if not isinstance(method, dict) or method.get("name") not in list(METHODS):

@@ -137,8 +137,8 @@ def _adapter_of(model: nn.Module, name: str) -> Adapter:
         adapter = Adapter(injection.config, {**trainable_parameters(model)})
         if isinstance(injection.config, LoraConfig):
             raw, tensors = to_peft_config(model, injection, None), adapter_tensors(model, injection)
-            theirs = read_peft(raw, tensors, Path(name) / CONFIG_FILE, Path(name) / WEIGHTS_FILE)
-            adapter = Adapter(theirs.config, theirs.tensors)
+            config, tensors, _ = read_peft(raw, tensors, Path(name) / CONFIG_FILE, Path(name) / WEIGHTS_FILE)
+            adapter = Adapter(config, tensors)
         copies = {key: tensor.detach().to("cpu", copy=True) for key, tensor in adapter.tensors.items()}
         return replace(adapter, tensors=copies)
 

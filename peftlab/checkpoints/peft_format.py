@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeGuard
 
@@ -25,7 +24,8 @@ from peftlab.models.empty import places
 from peftlab.patterns import matching
 
 _FACTOR = re.compile(r"\.(lora_A|lora_B)\.weight$")
-_ADDED = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector", "lora_bias")
+FACTORS = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector", "lora_bias")
+_ADDED = (*FACTORS, "token_rows")
 
 _EMBEDDINGS = ("embed_tokens", "lm_head")  # names of modules that peft keeps tied with ensure_weight_tying
 
@@ -45,21 +45,10 @@ _CONVERT = (
 )
 
 
-@dataclass(frozen=True)
-class PeftAdapter:
-    """A LoRA adapter that peft wrote.
-
-    Attributes:
-        config: in our terms. tensors: by our parameter names. notes: what its user should know.
-    """
-
-    config: LoraConfig
-    tensors: dict[str, Tensor]
-    notes: tuple[str, ...] = ()
-
-
-def read_peft(raw: Mapping[str, object], tensors: Mapping[str, Tensor], path: Path, weights: Path) -> PeftAdapter:
-    """Return a peft adapter as ours.
+def read_peft(
+    raw: Mapping[str, object], tensors: Mapping[str, Tensor], path: Path, weights: Path
+) -> tuple[LoraConfig, dict[str, Tensor], tuple[str, ...]]:
+    """Return a LoRA adapter that peft wrote as ours: its configuration, its tensors by our parameter names, and notes.
 
     Args:
         raw: its ``adapter_config.json``, which was read from ``path``. tensors: by peft's keys, from ``weights``.
@@ -80,10 +69,8 @@ def read_peft(raw: Mapping[str, object], tensors: Mapping[str, Tensor], path: Pa
             raise PeftlabError(f"{weights}: two keys have different values for {new}")
         named[new] = tensor
     fitted = _in_our_terms(config, named, matrices)
-    lost = {**config.rank_pattern, **config.alpha_pattern}.keys() - {
-        **fitted.rank_pattern,
-        **fitted.alpha_pattern,
-    }.keys()
+    kept_patterns = fitted.rank_pattern.keys() | fitted.alpha_pattern.keys()
+    lost = (config.rank_pattern.keys() | config.alpha_pattern.keys()) - kept_patterns
     if lost and fitted.target_modules == config.target_modules:
         notes = (*notes, f"{path}: rank_pattern, alpha_pattern: {', '.join(sorted(lost))} match nothing: left out")
     if config.ensure_weight_tying and (shared := _transposed(named)):
@@ -93,7 +80,7 @@ def read_peft(raw: Mapping[str, object], tensors: Mapping[str, Tensor], path: Pa
     by_name = any(name.rpartition(".")[2] in _EMBEDDINGS for name in fitted.modules_to_save or [])
     if not by_name and not _stored_twice(named):
         fitted = fitted.model_copy(update={"ensure_weight_tying": False})
-    return PeftAdapter(fitted, named, notes)
+    return fitted, named, notes
 
 
 def _stored_twice(tensors: Mapping[str, Tensor]) -> bool:
@@ -237,7 +224,7 @@ def _in_our_terms(config: LoraConfig, tensors: Mapping[str, Tensor], matrices: s
     that share their adapter with a tied one, become target modules by their full names, with rank and alpha of
     their own; so do all modules where peft chose them itself.
     """
-    modules = {name.rpartition(".")[0] for name in tensors if name.rpartition(".")[2] in _ADDED}
+    modules = {name.rpartition(".")[0] for name in tensors if name.rpartition(".")[2] in FACTORS}
     # The output projection of an adapted MultiheadAttention goes with it.
     modules -= {f"{module}.out_proj" for module in modules}
     experts = {name.rpartition("_lora_")[0] for name in tensors if re.search(r"_lora_[AB]$", name)}
@@ -255,12 +242,23 @@ def _in_our_terms(config: LoraConfig, tensors: Mapping[str, Tensor], matrices: s
             "layers_pattern": None,
             "target_modules": sorted(modules) or None,
             "target_parameters": sorted(name for name in experts if name) or None,
-            "rank_pattern": {name: config.rank(key) for name, key in keys.items() if config.rank(key) != config.r},
-            "alpha_pattern": {
-                name: config.alpha(key) for name, key in keys.items() if config.alpha(key) != config.lora_alpha
-            },
+            **_own_patterns(config, keys),
         }
     return config.model_copy(update=changes)
+
+
+def _own_patterns(config: LoraConfig, names: Mapping[str, str]) -> dict[str, dict[str, float]]:
+    """Return ``rank_pattern`` and ``alpha_pattern`` by full names, of modules whose values are not the common ones.
+
+    Args:
+        names: each module's new name, and the one by which ``config`` has its rank and alpha.
+    """
+    return {
+        "rank_pattern": {new: config.rank(name) for new, name in names.items() if config.rank(name) != config.r},
+        "alpha_pattern": {
+            new: config.alpha(name) for new, name in names.items() if config.alpha(name) != config.lora_alpha
+        },
+    }
 
 
 def _matching_patterns(patterns: Mapping[str, float], names: Iterable[str]) -> dict[str, float]:
@@ -277,10 +275,6 @@ def _shown(value: object) -> str:
     return text if len(text) <= 100 else f"{text[:100]}..."
 
 
-FACTORS = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector", "lora_bias")
-ADDED = (*FACTORS, "token_rows")
-
-
 def new_names(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
     """Return the names in ``model`` of an adapter's tensors that have other ones in its file.
 
@@ -292,7 +286,7 @@ def new_names(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
     for name in names:
         module, _, last = name.rpartition(".")
         if module not in known and name not in known:
-            weights[name] = f"{module}.weight" if last in ADDED else name
+            weights[name] = f"{module}.weight" if last in _ADDED else name
     if not weights:
         return {}
     from transformers import PreTrainedModel
@@ -304,7 +298,7 @@ def new_names(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
     for name, weight in weights.items():
         place, last = found[weight], name.rpartition(".")[2]
         if place is not None and place.converter is None and place.name != weight:
-            renamed[name] = f"{place.name.rpartition('.')[0]}.{last}" if last in ADDED else place.name
+            renamed[name] = f"{place.name.rpartition('.')[0]}.{last}" if last in _ADDED else place.name
     return renamed
 
 
@@ -320,18 +314,10 @@ def _with_new_names(
     changes: dict[str, object] = {}
     if renamed.keys() & factors:
         names = {renamed.get(name, name).rpartition(".")[0]: name.rpartition(".")[0] for name in factors}
-        changes = {
-            "target_modules": sorted(names),
-            "exclude_modules": None,
-            "rank_pattern": {new: config.rank(name) for new, name in names.items() if config.rank(name) != config.r},
-            "alpha_pattern": {
-                new: config.alpha(name) for new, name in names.items() if config.alpha(name) != config.lora_alpha
-            },
-        }
+        changes = {"target_modules": sorted(names), "exclude_modules": None, **_own_patterns(config, names)}
     return config.model_copy(update=changes), {renamed.get(name, name): tensor for name, tensor in tensors.items()}
 
 
-BASE_LAYER = ".base_layer."  # in peft's keys of weights below an adapted module
 _ADDED_BY_PEFT = ("classifier", "score", "qa_outputs")  # to modules_to_save, by the task type, whatever the model has
 
 
@@ -444,7 +430,7 @@ def split_embeddings(
     own: dict[str, Tensor] = {}
     saved: dict[str, Tensor] = {}
     for key, tensor in tensors.items():
-        parameter = every.get(key.replace(BASE_LAYER, "."))
+        parameter = every.get(key.replace(".base_layer.", "."))
         name = embeddings.get(id(parameter)) if parameter is not None else None
         if key in trained or parameter is None or (name is None and not _equals(parameter, tensor)):
             own[key] = tensor
@@ -571,7 +557,7 @@ def to_peft_config(model: nn.Module, injection: Injection, reference: str | None
         "target_parameters": [
             f"{name}.{parameter}"
             for name in injection.replaced
-            if _is_experts(model, name)
+            if isinstance(model.get_submodule(name), LoraExperts)
             for parameter in vars(model.get_submodule(name))["adapted"]
         ]
         + [f"{name}.weight" for name in matrices],
@@ -659,10 +645,6 @@ def _of_attention(model: nn.Module, name: str) -> bool:
     """Whether a module is the output projection of an adapted ``MultiheadAttention``, which peft names with it."""
     parent, _, last = name.rpartition(".")
     return last == "out_proj" and isinstance(model.get_submodule(parent), LoraAttention)
-
-
-def _is_experts(model: nn.Module, name: str) -> bool:
-    return isinstance(model.get_submodule(name), LoraExperts)
 
 
 def _ends(model: nn.Module, name: str, whole: list[str]) -> list[str]:
