@@ -18,7 +18,17 @@ from typing import TYPE_CHECKING
 import torch
 
 from peftlab.decoding.cache import Engine
-from peftlab.decoding.decode import Drafter, Generation, Observe, Row, StoppingCriteria, Verified, decode
+from peftlab.decoding.decode import (
+    Drafter,
+    Fixed,
+    Generation,
+    Observe,
+    PolicyFactory,
+    Row,
+    StoppingCriteria,
+    Verified,
+    decode,
+)
 from peftlab.decoding.generation import BROKEN
 from peftlab.decoding.measurements import (
     BenchmarkResult,
@@ -46,7 +56,6 @@ from peftlab.decoding.measurements import (
     timed_drafter,
     verdict,
 )
-from peftlab.decoding.policies import Fixed, PolicyFactory
 from peftlab.decoding.sampling import TRAVERSAL, LossyRule, Sampling, Verifier
 from peftlab.environment import describe_cpu
 from peftlab.errors import PeftlabError

@@ -29,7 +29,6 @@ from peftlab.decoding.cache import (
     right_padded,
     shape_of,
 )
-from peftlab.decoding.policies import Fixed, Policy
 from peftlab.decoding.sampling import (
     TRAVERSAL,
     Accepted,
@@ -43,6 +42,99 @@ from peftlab.decoding.sampling import (
     fork_generators,
 )
 from peftlab.errors import PeftlabError
+
+
+class Policy(Protocol):
+    """The interface of a draft length policy, which decides for one sequence; a class that inherits has its defaults.
+
+    A policy may stop after a drafted token, but never withdraws one: to withdraw a token because of its own q(x) would
+    bias the output, which would no longer follow p.
+
+    Attributes:
+        needs_confidence: whether ``should_continue`` is called after each drafted token (it costs a softmax).
+    """
+
+    needs_confidence: bool = False
+
+    def budget(self, batch: int) -> int:
+        """Return the most tokens to draft in the coming step, in which ``batch`` sequences are decoded together."""
+        ...
+
+    def should_continue(self, confidence: float, hidden: Tensor) -> bool:
+        """Return whether to draft another token after token x; by default always.
+
+        Args:
+            confidence: q(x), the draft's probability of x. hidden: [H], the draft's state from which x was drawn.
+        """
+        return True
+
+    def update(self, drafted: int, accepted: int) -> None:
+        """Learn from a step, by default nothing.
+
+        Args:
+            drafted: tokens. accepted: how many of them.
+        """
+        return
+
+
+@dataclass
+class Fixed(Policy):
+    """A policy that drafts γ tokens in every step.
+
+    Raises:
+        PeftlabError: γ < 1.
+    """
+
+    gamma: int
+
+    def __post_init__(self) -> None:
+        if self.gamma < 1:
+            raise PeftlabError(f"gamma: {self.gamma} drafts nothing; give 1 or more, or leave the draft out")
+
+    def budget(self, batch: int) -> int:
+        return self.gamma
+
+
+class StepTimes(Protocol):
+    """The seconds of a step of target and draft, by the number of sequences."""
+
+    def target(self, batch: int, tokens: int) -> float:
+        """Return the seconds of a target step.
+
+        Args:
+            batch: sequences. tokens: of each.
+        """
+        ...
+
+    def draft(self, batch: int) -> float:
+        """Return the seconds of a draft step over one token of each of ``batch`` sequences."""
+        ...
+
+
+@dataclass(frozen=True)
+class PolicyInputs:
+    """The inputs from which policies are made.
+
+    Attributes:
+        gamma: tokens per step, at most or at first. head: the draft's hidden state [H] -> p̂. times: of a step.
+    """
+
+    gamma: int
+    head: Callable[[Tensor], float] | None = None
+    times: StepTimes | None = None
+
+
+PolicyFactory = Callable[[], Policy]
+"""Makes the policy of one sequence."""
+
+
+def fixed(parts: PolicyInputs, n: float | None) -> PolicyFactory:
+    """Return a factory of ``Fixed`` policies.
+
+    Args:
+        parts: shared inputs. n: tokens; None: γ.
+    """
+    return partial(Fixed, parts.gamma if n is None else int(n))
 
 
 @dataclass

@@ -1,72 +1,16 @@
-"""Draft length policies: small objects, one per sequence, called before, during and after each step.
-
-``decoding.table.POLICIES`` names them.
-
-A policy may stop after a drafted token, but never withdraws one: to withdraw a token because of its own q(x) would
-bias the output, which would no longer follow p.
-"""
+"""Draft length policies that change from step to step; ``decoding.table.POLICIES`` names them and ``decode.Fixed``."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
 
 from torch import Tensor
 
+from peftlab.decoding.decode import Fixed, Policy, PolicyFactory, PolicyInputs, StepTimes
 from peftlab.decoding.theory import best_goodput_gamma
 from peftlab.errors import PeftlabError
-
-
-class Policy(Protocol):
-    """The interface of a draft length policy, which decides for one sequence.
-
-    Attributes:
-        needs_confidence: whether ``should_continue`` is called after each drafted token (it costs a softmax).
-    """
-
-    needs_confidence: bool
-
-    def budget(self, batch: int) -> int:
-        """Return the most tokens to draft in the coming step, in which ``batch`` sequences are decoded together."""
-        ...
-
-    def should_continue(self, confidence: float, hidden: Tensor) -> bool:
-        """Return whether to draft another token after token x.
-
-        Args:
-            confidence: q(x), the draft's probability of x. hidden: [H], the draft's state from which x was drawn.
-        """
-        ...
-
-    def update(self, drafted: int, accepted: int) -> None:
-        """Update the policy after a step.
-
-        Args:
-            drafted: tokens. accepted: how many of them.
-        """
-        ...
-
-
-@dataclass
-class Fixed:
-    """A policy that drafts γ tokens in every step."""
-
-    gamma: int
-    needs_confidence = False
-
-    def __post_init__(self) -> None:
-        _check_gamma(self.gamma)
-
-    def budget(self, batch: int) -> int:
-        return self.gamma
-
-    def should_continue(self, confidence: float, hidden: Tensor) -> bool:
-        return True
-
-    def update(self, drafted: int, accepted: int) -> None:
-        pass
 
 
 @dataclass
@@ -122,24 +66,8 @@ class AcceptanceHead(Fixed):
         return 1 - self._all_accepted <= self.h
 
 
-class StepTimes(Protocol):
-    """The seconds of a step of target and draft, by the number of sequences."""
-
-    def target(self, batch: int, tokens: int) -> float:
-        """Return the seconds of a target step.
-
-        Args:
-            batch: sequences. tokens: of each.
-        """
-        ...
-
-    def draft(self, batch: int) -> float:
-        """Return the seconds of a draft step over one token of each of ``batch`` sequences."""
-        ...
-
-
 @dataclass
-class Goodput:
+class Goodput(Policy):
     """A policy that maximises expected goodput, the tokens per second of all sequences decoded together.
 
     SmartSpec (Liu et al. 2024, arXiv 2406.14066). One object serves all sequences: it counts what is accepted in the
@@ -154,12 +82,11 @@ class Goodput:
     times: StepTimes
     longest: int
     memory: int = 64
-    needs_confidence = False
     _tested: float = field(default=0.0, init=False)
     _accepted: float = field(default=0.0, init=False)
 
     def __post_init__(self) -> None:
-        _check_gamma(self.longest)
+        Fixed(self.longest)  # refuses a number below 1
 
     @property
     def alpha(self) -> float:
@@ -169,39 +96,10 @@ class Goodput:
     def budget(self, batch: int) -> int:
         return best_goodput_gamma(self.alpha, batch, self.times.target, self.times.draft, self.longest)
 
-    def should_continue(self, confidence: float, hidden: Tensor) -> bool:
-        return True
-
     def update(self, drafted: int, accepted: int) -> None:
         keep = 1 - 1 / self.memory
         self._tested = keep * self._tested + min(drafted, accepted + 1)
         self._accepted = keep * self._accepted + accepted
-
-
-@dataclass(frozen=True)
-class PolicyInputs:
-    """The inputs from which policies are made.
-
-    Attributes:
-        gamma: tokens per step, at most or at first. head: the draft's hidden state [H] -> p̂. times: of a step.
-    """
-
-    gamma: int
-    head: Callable[[Tensor], float] | None = None
-    times: StepTimes | None = None
-
-
-PolicyFactory = Callable[[], Policy]
-"""Makes the policy of one sequence."""
-
-
-def fixed(parts: PolicyInputs, n: float | None) -> PolicyFactory:
-    """Return a factory of ``Fixed`` policies.
-
-    Args:
-        parts: shared inputs. n: tokens; None: γ.
-    """
-    return partial(Fixed, parts.gamma if n is None else int(n))
 
 
 def confidence(parts: PolicyInputs, threshold: float) -> PolicyFactory:
@@ -233,11 +131,6 @@ def goodput(parts: PolicyInputs, _: None) -> PolicyFactory:
     assert parts.times is not None
     shared = Goodput(parts.times, parts.gamma)
     return lambda: shared
-
-
-def _check_gamma(gamma: int) -> None:
-    if gamma < 1:
-        raise PeftlabError(f"gamma: {gamma} drafts nothing; give 1 or more, or leave the draft out")
 
 
 def _check_share(name: str, value: float) -> None:

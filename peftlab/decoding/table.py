@@ -117,7 +117,9 @@ _POLICY = "peftlab.decoding.policies"
 DRAWN, HEAD, TIMES = "probabilities", "acceptance head", "step times"
 
 POLICIES: dict[str, Rule] = {
-    "fixed": Rule(f"{_POLICY}:fixed", "N tokens (default: gamma)", Argument("N", "a whole number from 1", _FROM_1)),
+    "fixed": Rule(
+        "peftlab.decoding.decode:fixed", "N tokens (default: gamma)", Argument("N", "a whole number from 1", _FROM_1)
+    ),
     "confidence": Rule(
         f"{_POLICY}:confidence",
         "up to one that the draft gave less than T (default 0.4)",
@@ -133,7 +135,7 @@ POLICIES: dict[str, Rule] = {
     ),
     "goodput": Rule(f"{_POLICY}:goodput", "the most tokens per second by measured step times", needs=TIMES),
 }
-"""Name -> rule of draft length. ``make`` is (``policies.PolicyInputs``, X) -> a factory of policies.
+"""Name -> rule of draft length. ``make`` is (``decode.PolicyInputs``, X) -> a factory of policies.
 
 ``needs``: tokens drawn one after the other from a draft's probabilities; a trained head that reads the states of such a
 draft; or the times of a step of target and draft.

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from peftlab.decoding.cache import Engine
-from peftlab.decoding.decode import Drafter, StoppingCriteria, decode
+from peftlab.decoding.decode import Drafter, Fixed, PolicyFactory, PolicyInputs, StoppingCriteria, decode, fixed
 from peftlab.decoding.generation import TextStream, stop_at
 from peftlab.decoding.measurements import (
     DistanceMeter,
@@ -21,7 +21,6 @@ from peftlab.decoding.measurements import (
     acceptance_statistics,
     measure_times,
 )
-from peftlab.decoding.policies import Fixed, PolicyFactory, PolicyInputs, fixed
 from peftlab.decoding.sampled_trees import GrowthFactory
 from peftlab.decoding.sampling import TRAVERSAL, LossyRule, Sampling, Verifier
 from peftlab.decoding.table import DRAWN, HEAD, TIMES, NamedRule, lossy, model_free, policy, tree, verifier, window

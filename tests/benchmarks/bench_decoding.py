@@ -20,11 +20,10 @@ import torch
 
 from peftlab.decoding.benchmark import PLAIN, Comparison, Decode, Question, Settings, compare
 from peftlab.decoding.cache import Engine
-from peftlab.decoding.decode import Drafter, Generation, StoppingCriteria, decode
+from peftlab.decoding.decode import Drafter, Fixed, Generation, StoppingCriteria, decode
 from peftlab.decoding.engines import build_engine
 from peftlab.decoding.measurements import step_seconds
 from peftlab.decoding.model_free import PromptLookup, TokenRecycling
-from peftlab.decoding.policies import Fixed
 from peftlab.decoding.sampled_trees import rsd_c
 from peftlab.decoding.sampling import Sampling
 from peftlab.drafting.base import SUFFIX_AND_DRAFT, load_pair, make_drafter

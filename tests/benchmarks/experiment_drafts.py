@@ -28,11 +28,10 @@ from torch import Tensor
 
 from peftlab.decoding.benchmark import PLAIN, Question, Settings, compare
 from peftlab.decoding.cache import Engine
-from peftlab.decoding.decode import Drafter, Generation, StoppingCriteria, decode
+from peftlab.decoding.decode import Drafter, Fixed, Generation, StoppingCriteria, decode
 from peftlab.decoding.engines import build_engine
 from peftlab.decoding.measurements import DrafterResult, Timings
 from peftlab.decoding.model_drafter import ModelDrafter
-from peftlab.decoding.policies import Fixed
 from peftlab.decoding.state_drafters import HeadsDrafter
 from peftlab.drafting.acceptance import Acceptance, measure
 from peftlab.drafting.heads import HeadedModel, MedusaHeads, ReducedHeads, measure_heads, read_medusa

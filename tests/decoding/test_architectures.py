@@ -11,12 +11,11 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from peftlab.decoding.decode import StoppingCriteria, decode
+from peftlab.decoding.decode import Fixed, StoppingCriteria, decode
 from peftlab.decoding.engines import build_engine
 from peftlab.decoding.measurements import acceptance_statistics
 from peftlab.decoding.model_drafter import ModelDrafter
 from peftlab.decoding.model_free import TokenRecycling
-from peftlab.decoding.policies import Fixed
 from peftlab.decoding.state_drafters import FeatureDrafter
 from peftlab.drafting.eagle import EagleStep
 from tests.eagle_models import eagle

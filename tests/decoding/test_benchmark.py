@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from peftlab.cli.app import app
 from peftlab.decoding import benchmark as benches
 from peftlab.decoding.benchmark import Question, Settings, drafted_text, measure_pool, pieces
-from peftlab.decoding.decode import Generation, Step, StoppingCriteria, decode
+from peftlab.decoding.decode import Fixed, Generation, Step, StoppingCriteria, decode
 from peftlab.decoding.engines import build_engine
 from peftlab.decoding.measurements import (
     Conditions,
@@ -35,7 +35,6 @@ from peftlab.decoding.measurements import (
 from peftlab.decoding.model_drafter import ModelDrafter
 from peftlab.decoding.model_free import NGramDrafter, PromptLookup, SuffixAndDraft, SuffixLookup, TokenRecycling
 from peftlab.decoding.planning import plan_from_repeats
-from peftlab.decoding.policies import Fixed
 from peftlab.decoding.sampling import Sampling, Verifier, verify_chain, verify_tree
 from peftlab.decoding.state_drafters import FeatureDrafter, HeadsDrafter
 from peftlab.drafting.config import MedusaDraft

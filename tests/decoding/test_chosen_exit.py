@@ -9,10 +9,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from peftlab.decoding.cache import Block, KVCache
-from peftlab.decoding.decode import StoppingCriteria, decode
+from peftlab.decoding.decode import Fixed, StoppingCriteria, decode
 from peftlab.decoding.engines import build_engine
 from peftlab.decoding.own_layers import DelDrafter, EarlyExit, ExitSelector, tokens_per_layer
-from peftlab.decoding.policies import Fixed
 from peftlab.decoding.sampling import Sampling
 from peftlab.drafting.early_exit import possible_exits
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from peftlab.decoding.decode import StoppingCriteria, decode
+from peftlab.decoding.decode import Fixed, StoppingCriteria, decode
 from peftlab.decoding.engines import build_engine
 from peftlab.decoding.generation import TextStream, cut_at, stop_at
 from peftlab.decoding.model_drafter import ModelDrafter
 from peftlab.decoding.model_free import PromptLookup, TokenRecycling
-from peftlab.decoding.policies import AcceptanceHead, Confidence, Fixed, Heuristic
+from peftlab.decoding.policies import AcceptanceHead, Confidence, Heuristic
 from peftlab.decoding.state_drafters import HeadsDrafter, tree_tokens
 from peftlab.drafting.heads import MedusaHeads
 from peftlab.drafting.target import check_tokens, common_vocabulary, truncate

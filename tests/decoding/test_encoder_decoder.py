@@ -9,12 +9,11 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForSeq2SeqLM
 
 import peftlab
-from peftlab.decoding.decode import StoppingCriteria, decode
+from peftlab.decoding.decode import Fixed, StoppingCriteria, decode
 from peftlab.decoding.engines import build_engine
 from peftlab.decoding.measurements import acceptance_statistics
 from peftlab.decoding.model_drafter import ModelDrafter
 from peftlab.decoding.model_free import NGramDrafter, PromptLookup, SuffixLookup, TokenRecycling, with_copies
-from peftlab.decoding.policies import Fixed
 from peftlab.decoding.sampling import Sampling
 from peftlab.errors import PeftlabError
 from peftlab.pipelines.benchmark import benchmark, plan_draft

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from peftlab.decoding.cache import KVCache, depths_of, prefill
-from peftlab.decoding.decode import Row, StoppingCriteria, TargetState, decode
+from peftlab.decoding.decode import Fixed, Row, StoppingCriteria, TargetState, decode
 from peftlab.decoding.engines import build_engine
-from peftlab.decoding.policies import Fixed
 from peftlab.decoding.sampling import Sampling
 from peftlab.decoding.state_drafters import FeatureDrafter, GrowingTrees
 from peftlab.errors import PeftlabError

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import MistralConfig, MistralForCausalLM
 
-from peftlab.decoding.decode import StoppingCriteria, decode
+from peftlab.decoding.decode import Fixed, PolicyInputs, StoppingCriteria, decode
 from peftlab.decoding.engines import build_engine
 from peftlab.decoding.measurements import MeasuredStepTimes, acceptance_statistics, divergence
 from peftlab.decoding.model_drafter import ModelDrafter
@@ -23,7 +23,7 @@ from peftlab.decoding.model_free import (
     TokenRecycling,
 )
 from peftlab.decoding.parallel_drafters import MaskedPassEngine, Masks, OnePassDrafter, ParallelDrafter
-from peftlab.decoding.policies import AcceptanceHead, Confidence, Fixed, Heuristic, PolicyInputs, goodput
+from peftlab.decoding.policies import AcceptanceHead, Confidence, Heuristic, goodput
 from peftlab.decoding.sampled_trees import DrawnTrees, rsd_c, rsd_s
 from peftlab.decoding.state_drafters import FeatureDrafter, HeadsDrafter
 from peftlab.drafting.eagle import EagleStep

@@ -8,12 +8,11 @@ from functools import partial
 import pytest
 import torch
 
-from peftlab.decoding.decode import StoppingCriteria, decode
+from peftlab.decoding.decode import Fixed, StoppingCriteria, decode
 from peftlab.decoding.engines import build_engine
 from peftlab.decoding.measurements import DistanceMeter, differing_share, emitted_law
 from peftlab.decoding.model_drafter import ModelDrafter
 from peftlab.decoding.model_free import TokenRecycling
-from peftlab.decoding.policies import Fixed
 from peftlab.decoding.sampling import (
     LossyRule,
     RandomSource,

@@ -11,12 +11,12 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from peftlab.decoding.cache import EngineWrapper, WindowedCache
-from peftlab.decoding.decode import StoppingCriteria, decode
+from peftlab.decoding.decode import Fixed, StoppingCriteria, decode
 from peftlab.decoding.engines import build_engine
 from peftlab.decoding.measurements import acceptance_statistics
 from peftlab.decoding.model_drafter import ModelDrafter
 from peftlab.decoding.parallel_drafters import PearlDrafter
-from peftlab.decoding.policies import Confidence, Fixed
+from peftlab.decoding.policies import Confidence
 from peftlab.decoding.sampling import LossyRule, Sampling
 from peftlab.decoding.state_drafters import FeatureDrafter
 from peftlab.decoding.table import Window, lossy, window

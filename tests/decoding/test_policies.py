@@ -7,12 +7,12 @@ import json
 import pytest
 import torch
 
-from peftlab.decoding.decode import Drafter
+from peftlab.decoding.decode import Drafter, Fixed
 from peftlab.decoding.engines import build_engine
 from peftlab.decoding.measurements import MeasuredStepTimes, measure_times
 from peftlab.decoding.model_drafter import ModelDrafter
 from peftlab.decoding.model_free import PromptLookup, TokenRecycling, with_copies
-from peftlab.decoding.policies import Confidence, Fixed, Goodput
+from peftlab.decoding.policies import Confidence, Goodput
 from peftlab.decoding.state_drafters import FeatureDrafter
 from peftlab.decoding.table import DRAWN, POLICIES, policy
 from peftlab.drafting.acceptance import AcceptancePredictor, save_acceptance_head

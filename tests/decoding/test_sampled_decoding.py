@@ -10,12 +10,12 @@ import pytest
 import torch
 from scipy.stats import chi2
 
-from peftlab.decoding.decode import Drafter, StoppingCriteria, decode
+from peftlab.decoding.decode import Drafter, Fixed, StoppingCriteria, decode
 from peftlab.decoding.engines import build_engine
 from peftlab.decoding.measurements import MeasuredStepTimes, acceptance_statistics
 from peftlab.decoding.model_drafter import ModelDrafter
 from peftlab.decoding.model_free import NGramDrafter, PromptLookup, SuffixAndDraft, SuffixLookup, TokenRecycling
-from peftlab.decoding.policies import AcceptanceHead, Confidence, Fixed, Goodput, Heuristic
+from peftlab.decoding.policies import AcceptanceHead, Confidence, Goodput, Heuristic
 from peftlab.decoding.sampled_trees import KSEQ, DrawnTrees, rsd_c, rsd_s, specinfer
 from peftlab.decoding.sampling import TOKENS, TRAVERSAL, Sampling
 from peftlab.decoding.state_drafters import FeatureDrafter, HeadsDrafter, tree_tokens

@@ -12,10 +12,9 @@ import pytest
 import torch
 from scipy.stats import chi2
 
-from peftlab.decoding.decode import StoppingCriteria, decode
+from peftlab.decoding.decode import Fixed, StoppingCriteria, decode
 from peftlab.decoding.engines import build_engine
 from peftlab.decoding.model_free import with_copies
-from peftlab.decoding.policies import Fixed
 from peftlab.decoding.sampled_trees import (
     KSEQ,
     Chains,

@@ -18,12 +18,12 @@ from transformers import (
 )
 
 from peftlab.decoding.cache import KVCache
-from peftlab.decoding.decode import StoppingCriteria, decode
+from peftlab.decoding.decode import Fixed, StoppingCriteria, decode
 from peftlab.decoding.engines import build_engine
 from peftlab.decoding.model_drafter import ModelDrafter
 from peftlab.decoding.model_free import with_copies
 from peftlab.decoding.own_layers import EarlyExit
-from peftlab.decoding.policies import Confidence, Fixed
+from peftlab.decoding.policies import Confidence
 from peftlab.decoding.sampled_trees import DrawnTrees, rsd_c
 from peftlab.decoding.sampling import Sampling
 from peftlab.drafting.base import load_pair, make_drafter

@@ -9,12 +9,12 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from peftlab.decoding.cache import Block
-from peftlab.decoding.decode import StoppingCriteria, decode
+from peftlab.decoding.decode import Fixed, StoppingCriteria, decode
 from peftlab.decoding.engines import build_engine
 from peftlab.decoding.measurements import acceptance_statistics
 from peftlab.decoding.model_drafter import ModelDrafter
 from peftlab.decoding.model_free import TokenRecycling, with_copies
-from peftlab.decoding.policies import Confidence, Fixed
+from peftlab.decoding.policies import Confidence
 from peftlab.decoding.sampled_trees import DrawnTrees
 from peftlab.decoding.sampling import Sampling
 from peftlab.drafting.target import truncate

@@ -10,11 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peftlab.decoding.decode import Proposal, Row, StoppingCriteria, TargetState, decode
+from peftlab.decoding.decode import Fixed, Proposal, Row, StoppingCriteria, TargetState, decode
 from peftlab.decoding.engines import build_engine
 from peftlab.decoding.model_drafter import ModelDrafter
 from peftlab.decoding.model_free import END, ROOT, SuffixAndDraft, SuffixAutomaton, SuffixLookup, fuse
-from peftlab.decoding.policies import Fixed
 from peftlab.decoding.sampling import Sampling, verify_traversal, verify_tree
 from peftlab.drafting.base import Pair, make_drafter
 from peftlab.drafting.target import truncate

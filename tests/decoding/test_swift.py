@@ -10,10 +10,9 @@ import torch
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from peftlab.decoding.cache import Block, KVCache
-from peftlab.decoding.decode import StoppingCriteria, decode
+from peftlab.decoding.decode import Fixed, StoppingCriteria, decode
 from peftlab.decoding.engines import build_engine
 from peftlab.decoding.own_layers import SkippedSublayers, SkipSearch, SwiftDrafter, upper_bound
-from peftlab.decoding.policies import Fixed
 from peftlab.decoding.sampled_trees import rsd_c
 from peftlab.decoding.sampling import Sampling
 from peftlab.drafting.base import load_pair, make_drafter

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from peftlab.decoding.cache import Block, Output, depths_of, shape_of
-from peftlab.decoding.decode import Proposal, Row, TargetState, Verified
+from peftlab.decoding.decode import Fixed, Proposal, Row, TargetState, Verified
 from peftlab.decoding.model_free import END, NGramDrafter, PromptLookup, SuffixAutomaton, TokenRecycling
-from peftlab.decoding.policies import AcceptanceHead, Confidence, Fixed, Heuristic
+from peftlab.decoding.policies import AcceptanceHead, Confidence, Heuristic
 from peftlab.decoding.sampling import Sampling, walk_greedy
 from peftlab.decoding.theory import RankRates, best_tree, parents_of, rank_probability, reach_probabilities
 

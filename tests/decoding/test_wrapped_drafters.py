@@ -9,13 +9,12 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from peftlab.decoding.decode import Drafter, DrafterWrapper, StoppingCriteria, decode
+from peftlab.decoding.decode import Drafter, DrafterWrapper, Fixed, StoppingCriteria, decode
 from peftlab.decoding.engines import build_engine
 from peftlab.decoding.measurements import Clock, timed_drafter
 from peftlab.decoding.model_drafter import room
 from peftlab.decoding.model_free import with_copies
 from peftlab.decoding.parallel_drafters import PearlDrafter
-from peftlab.decoding.policies import Fixed
 from peftlab.decoding.sampling import LossyRule
 from peftlab.decoding.state_drafters import HeadsDrafter
 from peftlab.decoding.table import DRAWN, lossy

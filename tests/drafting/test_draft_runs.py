@@ -18,11 +18,10 @@ from typer.testing import CliRunner
 import peftlab
 from peftlab.checkpoints.adapter import load_adapter
 from peftlab.cli.app import app
-from peftlab.decoding.decode import StoppingCriteria, decode
+from peftlab.decoding.decode import Fixed, StoppingCriteria, decode
 from peftlab.decoding.engines import build_engine
 from peftlab.decoding.measurements import acceptance_statistics
 from peftlab.decoding.model_drafter import ModelDrafter
-from peftlab.decoding.policies import Fixed
 from peftlab.decoding.sampling import Sampling
 from peftlab.drafting.acceptance import load_acceptance_head
 from peftlab.drafting.base import load_pair

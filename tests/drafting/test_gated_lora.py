@@ -28,10 +28,9 @@ from transformers import (
 
 from peftlab.checkpoints.adapter import save_adapter
 from peftlab.decoding.cache import Block, Engine
-from peftlab.decoding.decode import StoppingCriteria, decode
+from peftlab.decoding.decode import Fixed, StoppingCriteria, decode
 from peftlab.decoding.engines import build_engine
 from peftlab.decoding.parallel_drafters import MaskedPassEngine, Masks, OnePassDrafter, ParallelDrafter
-from peftlab.decoding.policies import Fixed
 from peftlab.decoding.sampling import Sampling
 from peftlab.drafting.gated_lora import (
     GatedLoss,

@@ -13,8 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from peftlab.checkpoints.merge import merge_checkpoint
-from peftlab.decoding.decode import StoppingCriteria, decode
-from peftlab.decoding.policies import Fixed
+from peftlab.decoding.decode import Fixed, StoppingCriteria, decode
 from peftlab.drafting.base import load_pair, make_drafter
 from peftlab.drafting.export import export_draft
 from peftlab.drafting.table import find_draft

@@ -11,11 +11,10 @@ import torch
 from draft_models import VOCAB, requests, tiny
 from transformers import BloomConfig, BloomForCausalLM, MistralConfig, MistralForCausalLM
 
-from peftlab.decoding.decode import StoppingCriteria, decode
+from peftlab.decoding.decode import Fixed, StoppingCriteria, decode
 from peftlab.decoding.engines import build_engine
 from peftlab.decoding.model_drafter import ModelDrafter
 from peftlab.decoding.parallel_drafters import Masks, ParallelDrafter
-from peftlab.decoding.policies import Fixed
 from peftlab.decoding.sampling import Sampling
 from peftlab.drafting.objectives import Objective, PairLoss
 from peftlab.drafting.pard import (

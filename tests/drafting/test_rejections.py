@@ -9,10 +9,9 @@ import pytest
 import torch
 from draft_models import medusa, requests, tiny
 
-from peftlab.decoding.decode import Step, StoppingCriteria, decode
+from peftlab.decoding.decode import Fixed, Step, StoppingCriteria, decode
 from peftlab.decoding.engines import build_engine
 from peftlab.decoding.model_drafter import ModelDrafter
-from peftlab.decoding.policies import Fixed
 from peftlab.drafting.heads import HeadsLoss
 from peftlab.drafting.live import LiveRequest, RejectionTopK, rejected_tokens, rejection_dataset
 from peftlab.drafting.objectives import Objective, PairLoss, topk_targets

@@ -20,9 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from peftlab.checkpoints.adapter import load_adapter, save_adapter
-from peftlab.decoding.decode import StoppingCriteria, decode
+from peftlab.decoding.decode import Fixed, StoppingCriteria, decode
 from peftlab.decoding.engines import build_engine
-from peftlab.decoding.policies import Fixed
 from peftlab.decoding.state_drafters import HeadsDrafter
 from peftlab.drafting.heads import HeadsLoss, MedusaHeads, check_trunk, measure_heads, read_medusa, write_medusa
 from peftlab.drafting.objectives import Objective, kl

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from peftlab.decoding.decode import StoppingCriteria, decode
+from peftlab.decoding.decode import Fixed, StoppingCriteria, decode
 from peftlab.decoding.engines import build_engine
 from peftlab.decoding.model_drafter import ModelDrafter
 from peftlab.decoding.model_free import with_copies
 from peftlab.decoding.own_layers import KangarooDrafter
-from peftlab.decoding.policies import Confidence, Fixed
+from peftlab.decoding.policies import Confidence
 from peftlab.decoding.sampling import Sampling
 from peftlab.drafting.base import Pair, load_pair, make_drafter
 from peftlab.drafting.model import shared_layers
