@@ -47,7 +47,7 @@ def answer(country: str) -> str:
 #       h = W0 x + (α/r) B A x        A: (r, in), random     B: (out, r), zero     W0: frozen
 #
 #    With B = 0 the model starts as the base model. Trained are r·(in + out) numbers in place of in·out.
-#    In the package: peftlab/methods/lora/layers.py (the layer), peftlab/methods/injection.py (putting it into a model).
+#    In the package: peftlab/methods/lora/layers.py (the layer), peftlab/methods/inject.py (putting it into a model).
 
 
 class LoRALinear(nn.Module):
@@ -129,7 +129,7 @@ def train_lora(model, tokenizer, steps: int, lr: float = 2e-3, size: int = 4) ->
 
 # ---------------------------------------------------------------------------------------------------------------------
 # 3. Merging. W0 x + (α/r) B A x = (W0 + (α/r) B A) x: after it, the model is a plain one again, as fast as the base.
-#    In the package: peftlab/methods/lora/fold.py (the sum), peftlab/checkpoints/merge.py (streams files of any size).
+#    In the package: peftlab/methods/lora/functional.py (the sum), peftlab/checkpoints/merge.py (files of any size).
 
 
 @torch.no_grad()

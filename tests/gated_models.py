@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from peftlab.methods.injection import inject, make_config
+from peftlab.methods.inject import inject, make_config
 from peftlab.methods.lora.layers import Gate, set_gate
 
 

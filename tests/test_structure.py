@@ -41,7 +41,7 @@ LAYERS = (
 LAYER = {name: index for index, names in enumerate(LAYERS) for name in names}
 
 # save_pretrained of an injected model writes its adapter: the one thing that a lower layer asks of a higher one.
-UPWARD = {("peftlab.methods.adapter_set", "peftlab.checkpoints.adapter")}
+UPWARD = {("peftlab.methods.inject", "peftlab.checkpoints.adapter")}
 
 # To be mended: nothing may be added below.
 CIRCLES: set[frozenset[str]] = set()

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification
 
 import peftlab
-from peftlab.methods.table import METHODS
+from peftlab.methods.config import METHODS
 from peftlab.tasks.table import TASKS
 from tests.distribution import write_distribution
 from tests.forked import Ended, python
@@ -22,7 +22,7 @@ from tests.training.tiny import save_model
 FILES = {
     # A method: every LayerNorm is replaced by one whose output is scaled by a trained gain.
     "toy_gain/__init__.py": """
-from peftlab.methods.table import Method
+from peftlab.methods.config import Method
 
 ROW = Method(config="toy_gain.config:GainConfig", plan="toy_gain.plan:plan", lr_ratio="toy_gain.plan:lr_ratio")
 """,
@@ -46,9 +46,9 @@ from functools import partial
 import torch
 from torch import nn
 
-from peftlab.methods.leaf import FOLDING, Adapted, recast
-from peftlab.methods.targets import Plan
-from peftlab.methods.targets import parameters_under, fully_trained
+from peftlab.methods.base import FOLDING, Adapted, recast
+from peftlab.methods.base import Plan
+from peftlab.methods.base import parameters_under, fully_trained
 
 
 class GainNorm(Adapted, nn.LayerNorm):

@@ -36,35 +36,30 @@ from peftlab.checkpoints.peft_format import (
 from peftlab.checkpoints.tensors import read_pickle, read_tensors, write_tensors
 from peftlab.errors import PeftlabError, about, did_you_mean, nearest
 from peftlab.files import Json, member, parse_json, read_object, replacing, write_json
-from peftlab.methods.adapter_set import (
+from peftlab.methods.base import has_suffix
+from peftlab.methods.config import METHODS, LoraConfig, MethodConfig
+from peftlab.methods.inject import (
     DEFAULT,
     active_only,
     delete_adapter,
-    injection_of,
-    loaded_adapters,
-    set_adapter,
-    without_adapters,
-)
-from peftlab.methods.config import MethodConfig
-from peftlab.methods.injection import (
     inject,
+    injection_of,
     is_injected,
+    loaded_adapters,
     make_config,
     reconfigure,
+    set_adapter,
     set_frozen_values,
     trainable_parameters,
+    without_adapters,
 )
-from peftlab.methods.lora.config import LoraConfig
-from peftlab.methods.lora.embeddings import OwnCopy
-from peftlab.methods.lora.fold import one_thread
+from peftlab.methods.lora.functional import one_thread
+from peftlab.methods.lora.layers import OwnCopy
 from peftlab.methods.merging import merge
-from peftlab.methods.table import METHODS
-from peftlab.methods.targets import has_suffix
 from peftlab.models.architectures import SITES, embeddings_of
-from peftlab.models.config import BaseConfig
-from peftlab.models.finetuned import CONFIG_FILE as CONFIG_FILE
-from peftlab.models.finetuned import find_model
-from peftlab.models.pretrained import describe, load_base, loaded_from, stored_vocabulary, vocabulary
+from peftlab.models.config import CONFIG_FILE as CONFIG_FILE
+from peftlab.models.config import BaseConfig, find_model
+from peftlab.models.load import describe, load_base, loaded_from, stored_vocabulary, vocabulary
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, Trainer
@@ -674,7 +669,7 @@ def load_model(
     plain one.
 
     Args:
-        reference: as ``models.finetuned.find_model`` takes it. The others are those of ``load_base``.
+        reference: as ``models.config.find_model`` takes it. The others are those of ``load_base``.
 
     Raises:
         PeftlabError: the model cannot be loaded, or an adapter does not fit it or has no linear fold.

@@ -36,12 +36,12 @@ from peftlab.checkpoints.peft_format import PREFIX
 from peftlab.checkpoints.tensors import read_header, read_pickle
 from peftlab.errors import PeftlabError, did_you_mean
 from peftlab.files import Json
-from peftlab.methods.lora.config import LoraConfig
-from peftlab.methods.lora.experts import stored_transposed
-from peftlab.methods.lora.layers import leaf_kind
-from peftlab.methods.targets import ALL_LINEAR, has_suffix, layer_index
-from peftlab.models.empty import empty_model
-from peftlab.models.finetuned import base_directory
+from peftlab.methods.base import has_suffix, layer_index
+from peftlab.methods.config import ALL_LINEAR, LoraConfig
+from peftlab.methods.lora.layers import stored_transposed
+from peftlab.methods.lora.plan import leaf_kind
+from peftlab.models.config import base_directory
+from peftlab.models.load import empty_model
 from peftlab.patterns import matching
 
 Shape = tuple[int, ...]

@@ -16,9 +16,8 @@ from peftlab.checkpoints.adapter import CONFIG_FILE, WEIGHTS_FILE, Adapter, load
 from peftlab.checkpoints.peft_format import adapter_tensors, read_peft, to_peft_config
 from peftlab.errors import PeftlabError, did_you_mean
 from peftlab.files import Json
-from peftlab.methods.adapter_set import active_only
-from peftlab.methods.injection import injection_of, trainable_parameters
-from peftlab.methods.lora.config import LoraConfig
+from peftlab.methods.config import LoraConfig
+from peftlab.methods.inject import active_only, injection_of, trainable_parameters
 from peftlab.methods.lora.plan import NEEDS_BASE
 
 Items = list[tuple[Tensor, Tensor, float]]

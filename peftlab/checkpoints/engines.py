@@ -44,10 +44,9 @@ from peftlab.checkpoints.tensors import write_tensors
 from peftlab.environment import version_of
 from peftlab.errors import PeftlabError, did_you_mean, reason
 from peftlab.files import staged_directory, write_json
-from peftlab.methods.lora.config import LoraConfig
+from peftlab.methods.config import METHODS, LoraConfig
 from peftlab.methods.lora.plan import NEEDS_BASE
-from peftlab.methods.table import METHODS
-from peftlab.models.empty import tied_names
+from peftlab.models.load import tied_names
 from peftlab.untyped import LoadedKeys
 
 # Values of init_lora_weights with which the file's factors are the whole update.

@@ -27,13 +27,13 @@ from peftlab.checkpoints.peft_format import short_names
 from peftlab.checkpoints.tensors import DTYPES, PickleShard, Shard, open_shards, read_at
 from peftlab.errors import PeftlabError
 from peftlab.files import staged_directory
-from peftlab.methods.injection import inject, trainable_parameters
-from peftlab.methods.lora.config import LoraConfig
-from peftlab.methods.lora.layers import LowRank, leaf_kind
+from peftlab.methods.config import LoraConfig
+from peftlab.methods.inject import inject, trainable_parameters
+from peftlab.methods.lora.layers import LowRank
+from peftlab.methods.lora.plan import leaf_kind
 from peftlab.models.architectures import inside, task_head
-from peftlab.models.empty import Place, converted, empty_model, places
-from peftlab.models.finetuned import base_directory
-from peftlab.models.pretrained import load_config
+from peftlab.models.config import base_directory
+from peftlab.models.load import Place, converted, empty_model, load_config, places
 
 _INSTEAD = "an adapter cannot express that; keep the finetuned checkpoint itself"
 _COMPARED = 8 << 20  # bytes of a file that are compared at a time

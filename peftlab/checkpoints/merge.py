@@ -39,12 +39,10 @@ from peftlab.files import (
     write_json,
     write_text,
 )
-from peftlab.methods.table import METHODS
-from peftlab.models.architectures import inside
-from peftlab.models.empty import check_directory, places
-from peftlab.models.finetuned import base_directory, find_model, model_place, refuse_gated
-from peftlab.models.plain import PlainModel, decoder
-from peftlab.models.pretrained import load_config, load_tokenizer
+from peftlab.methods.config import METHODS
+from peftlab.models.architectures import PlainModel, decoder, inside
+from peftlab.models.config import base_directory, find_model, model_place, refuse_gated
+from peftlab.models.load import check_directory, load_config, load_tokenizer, places
 from peftlab.references import upload
 from peftlab.untyped import Attributes
 
@@ -189,7 +187,7 @@ def _write_weights(plan: MergePlan, staging: Path, figures: Figures, options: Me
 def _plain_base(reference: str, adapter: Adapter, out: Path, options: MergeOptions) -> Iterator[tuple[Path, list[str]]]:
     """Yield the local directory of a base model with plain weights, and notes on how they were obtained.
 
-    A base that is itself an adapter (``models.finetuned``) is merged into its own base beside ``out`` for the duration
+    A base that is itself an adapter (``models.config``) is merged into its own base beside ``out`` for the duration
     of the block. A GGUF file or a quantised checkpoint is loaded and saved there as plain fp32 weights, which takes
     memory for the whole model. Both take disk for it.
 

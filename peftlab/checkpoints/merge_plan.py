@@ -22,15 +22,12 @@ from peftlab.checkpoints.quantised import FP8, TrainingWeights, compressible
 from peftlab.checkpoints.tensors import DTYPES, NAMES, Shard, open_shards
 from peftlab.errors import PeftlabError, did_you_mean, reason
 from peftlab.files import Json, member, read_object
-from peftlab.methods.injection import inject
-from peftlab.methods.leaf import Adapted, addition
-from peftlab.methods.lora.embeddings import OwnCopy
-from peftlab.methods.merging import refuse_unfoldable
-from peftlab.models.architectures import inside
+from peftlab.methods.base import Adapted, addition, refuse_unfoldable
+from peftlab.methods.inject import inject
+from peftlab.methods.lora.layers import OwnCopy
+from peftlab.models.architectures import NoValues, PlainModel, inside, plain_model
 from peftlab.models.config import Into
-from peftlab.models.empty import Bounded, Place, check_sizes, empty_model, places, tied_names
-from peftlab.models.plain import NoValues, PlainModel, plain_model
-from peftlab.models.pretrained import load_config
+from peftlab.models.load import Bounded, Place, check_sizes, empty_model, load_config, places, tied_names
 from peftlab.models.quantised import BaseFormat
 
 if TYPE_CHECKING:

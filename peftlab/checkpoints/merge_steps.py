@@ -14,8 +14,8 @@ from peftlab.checkpoints.merge_plan import BaseAccounts, MergeOptions, MergePlan
 from peftlab.checkpoints.quantised import compress, decompress, rows_per_step
 from peftlab.checkpoints.tensors import DTYPES, Copy, Job, OutputFile, Shard, copy_step
 from peftlab.errors import PeftlabError
-from peftlab.methods.leaf import Adapted, Folding, recast
-from peftlab.models.empty import converted
+from peftlab.methods.base import Adapted, Folding, recast
+from peftlab.models.load import converted
 
 ROUNDING_LIMIT = 0.1  # share of ΔW that rounding may lose before the report warns
 _BLOCK = 1 << 20  # elements compared at a time

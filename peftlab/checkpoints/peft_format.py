@@ -12,15 +12,13 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 
 from peftlab.errors import PeftlabError, did_you_mean
-from peftlab.methods.injection import Injection, injection_of, trainable_parameters
-from peftlab.methods.lora.config import IGNORED, REFUSED, LoraConfig
-from peftlab.methods.lora.embeddings import OwnCopy, TokenRows
-from peftlab.methods.lora.experts import LoraExperts
-from peftlab.methods.lora.layers import LoraAttention, LowRank, never_called
-from peftlab.methods.lora.plan import matching_only, matrices
-from peftlab.methods.targets import ALL_LINEAR, fully_trained, has_suffix
+from peftlab.methods.base import fully_trained, has_suffix
+from peftlab.methods.config import ALL_LINEAR, PEFT_IGNORED, PEFT_REFUSED, LoraConfig
+from peftlab.methods.inject import Injection, injection_of, trainable_parameters
+from peftlab.methods.lora.layers import LoraAttention, LoraExperts, LowRank, OwnCopy, TokenRows
+from peftlab.methods.lora.plan import matching_only, matrices, never_called
 from peftlab.models.architectures import conv1d, embeddings_of, inside, model_type, task_head
-from peftlab.models.empty import places
+from peftlab.models.load import places
 from peftlab.patterns import matching
 
 _FACTOR = re.compile(r"\.(lora_A|lora_B)\.weight$")
@@ -110,11 +108,11 @@ def _read_config(raw: Mapping[str, object], path: Path) -> tuple[LoraConfig, tup
     if raw["peft_type"] != "LORA":
         raise PeftlabError(f"{path}: peft_type {raw['peft_type']!r} is not supported; LORA is")
     fields = [key for key in LoraConfig.model_fields if key not in ("name", "loraplus_lr_ratio", "train_head")]
-    known = {key: raw[key] for key in fields if key in raw and key not in IGNORED}
-    passed_over = IGNORED | _TRAINING.keys()
+    known = {key: raw[key] for key in fields if key in raw and key not in PEFT_IGNORED}
+    passed_over = PEFT_IGNORED | _TRAINING.keys()
     unknown = [key for key, value in raw.items() if key not in known and key not in passed_over and value]
-    if unknown and unknown[0] in REFUSED:
-        raise PeftlabError(f"{path}: {unknown[0]} is not supported: {REFUSED[unknown[0]]}")
+    if unknown and unknown[0] in PEFT_REFUSED:
+        raise PeftlabError(f"{path}: {unknown[0]} is not supported: {PEFT_REFUSED[unknown[0]]}")
     if unknown:
         hint = did_you_mean(unknown[0], fields)
         raise PeftlabError(f"{path}: {unknown[0]}={_shown(raw[unknown[0]])} is not supported{hint}")
@@ -578,7 +576,7 @@ def adapter_tensors(
     of greater rank that it equals. A tensor that is tied to another one is written under both names, as peft does.
     """
     tensors = {name: parameter.detach() for name, parameter in trainable_parameters(model).items()}
-    tensors |= {**(others or {}), **{name: model.get_parameter(name).detach() for name in injection.carried}}
+    tensors |= {**(others or {}), **{name: model.get_parameter(name).detach() for name in injection.frozen}}
     tensors |= {twin: tensors[name] for twin, name in _whole_twins(model).items()}
     for name in injection.replaced:
         leaf = model.get_submodule(name)

@@ -24,7 +24,7 @@ from transformers.pytorch_utils import Conv1D
 
 from peftlab.decoding.cache import Block, Context, Encoder, FirstLayers, KVCache, Output, additive_mask
 from peftlab.decoding.packed import Added, Addition, Linear, Product, Products, can_pack
-from peftlab.methods.leaf import base_leaf
+from peftlab.methods.base import base_leaf
 from peftlab.methods.lora.layers import Gate, LowRank
 from peftlab.models.quantised import dequantised, is_quantised
 from peftlab.untyped import KnownModel

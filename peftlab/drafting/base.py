@@ -34,9 +34,8 @@ from peftlab.drafting.target import end_ids, eos_ids, head_weight
 from peftlab.environment import resolve_device
 from peftlab.errors import PeftlabError, did_you_mean
 from peftlab.files import Json
-from peftlab.methods.config import MethodConfig
-from peftlab.methods.table import METHODS
-from peftlab.models.pretrained import language_model_class, load_config, load_tokenizer
+from peftlab.methods.config import METHODS, MethodConfig
+from peftlab.models.load import language_model_class, load_config, load_tokenizer
 from peftlab.registry import resolve
 from peftlab.training.config import TrainConfig
 from peftlab.untyped import Unwrapped
@@ -219,7 +218,7 @@ class TargetLoader:
         """Load a language model onto the device.
 
         Args:
-            reference: as ``models.finetuned.find_model`` takes it. dtype: of the weights.
+            reference: as ``models.config.find_model`` takes it. dtype: of the weights.
         """
         model = load_model(reference, language_model_class(load_config(reference)), dtype=dtype)[0]
         nn.Module.to(model, self.device)
@@ -460,7 +459,7 @@ def load_pair(
     """Load a target and, if named, its draft.
 
     Args:
-        target: reference as ``models.finetuned.find_model`` takes it.
+        target: reference as ``models.config.find_model`` takes it.
         draft: reference as ``find_draft`` takes it.
         dtype: of the target.
         draft_dtype: of the draft, default the target's. A draft may be rounded at will: that costs acceptance,

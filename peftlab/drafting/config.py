@@ -11,8 +11,7 @@ from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from peftlab.decoding.table import TIMES, NamedRule, Window
 from peftlab.decoding.theory import FEATURE_TREE, REDUCED, DraftCost, TargetWeights
-from peftlab.methods.config import MethodConfig
-from peftlab.methods.table import METHODS
+from peftlab.methods.config import METHODS, MethodConfig
 from peftlab.models.config import MergeConfig, PlainDtype
 from peftlab.section import Section, Seed
 

@@ -47,7 +47,7 @@ from peftlab.drafting.table import DRAFTS
 from peftlab.drafting.target import check_tokenizer, head_weight, input_embedding
 from peftlab.errors import PeftlabError
 from peftlab.files import Json, member, read_object, write_json
-from peftlab.models.pretrained import load_config, load_tokenizer
+from peftlab.models.load import load_config, load_tokenizer
 
 
 class EagleLayer(nn.Module):

@@ -24,8 +24,8 @@ from peftlab.drafting.config import EarlyExitDraft
 from peftlab.drafting.objectives import Objective, chunked_loss, following, make_objective
 from peftlab.drafting.target import forward_hidden, frozen_hidden, head_weight, layer_stack, truncate, unwrapped
 from peftlab.errors import PeftlabError
-from peftlab.methods.injection import disabled
-from peftlab.models.pretrained import eval_mode
+from peftlab.methods.inject import disabled
+from peftlab.models.load import eval_mode
 from peftlab.training.faults import STEPS
 
 

@@ -28,8 +28,8 @@ from peftlab.drafting.table import find_draft
 from peftlab.drafting.target import check_tokenizers
 from peftlab.errors import PeftlabError, did_you_mean
 from peftlab.files import MARK, Json, staged_directory
-from peftlab.models.finetuned import plain_directory
-from peftlab.models.pretrained import load_base, load_config, load_tokenizer
+from peftlab.models.config import plain_directory
+from peftlab.models.load import load_base, load_config, load_tokenizer
 from peftlab.references import locate, similar_path
 from peftlab.registry import resolve
 

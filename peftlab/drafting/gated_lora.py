@@ -28,13 +28,12 @@ from peftlab.drafting.pard import MaskRows, check_parallel, parallel_states, wit
 from peftlab.drafting.target import TargetIdentity, check_target, check_tokenizer, head_weight, identify
 from peftlab.errors import PeftlabError
 from peftlab.files import member, read_object, staged_directory, write_json
-from peftlab.methods.config import MethodConfig
-from peftlab.methods.injection import injection_of
-from peftlab.methods.lora.config import LoraConfig
-from peftlab.methods.lora.layers import Gate, LoraConv1D, LoraLinear, hide_factors, leaf_kind, set_gate
-from peftlab.methods.table import plan
-from peftlab.models.finetuned import CONFIG_FILE, GATED_FILE
-from peftlab.models.pretrained import eval_mode, load_config
+from peftlab.methods.config import LoraConfig, MethodConfig
+from peftlab.methods.inject import injection_of, plan_injection
+from peftlab.methods.lora.layers import Gate, LoraConv1D, LoraLinear, hide_factors, set_gate
+from peftlab.methods.lora.plan import leaf_kind
+from peftlab.models.config import CONFIG_FILE, GATED_FILE
+from peftlab.models.load import eval_mode, load_config
 
 
 def block_rows(weights: Tensor, length: int, offsets: Sequence[int]) -> MaskRows:
@@ -346,7 +345,7 @@ def check_lora_targets(target: nn.Module, method: MethodConfig) -> None:
     Args:
         target: the model. method: that the recipe injects into it.
     """
-    planned = plan(target, method)
+    planned = plan_injection(target, method)
     for name in planned.replace:
         if leaf_kind(target.get_submodule(name)) not in (LoraLinear, LoraConv1D) or ".experts." in name:
             raise PeftlabError(

@@ -43,11 +43,10 @@ from peftlab.drafting.target import frozen_hidden, head_weight, input_embedding,
 from peftlab.drafting.text import continued
 from peftlab.errors import PeftlabError
 from peftlab.files import Json, member, read_object, staged_directory, write_json
+from peftlab.methods.base import trainable_dtype
 from peftlab.methods.config import MethodConfig
-from peftlab.methods.injection import disabled, is_injected
-from peftlab.methods.leaf import trainable_dtype
-from peftlab.methods.table import plan
-from peftlab.models.pretrained import eval_mode
+from peftlab.methods.inject import disabled, is_injected, plan_injection
+from peftlab.models.load import eval_mode
 
 
 class HeadStack(nn.Module):
@@ -902,7 +901,9 @@ def check_trunk(target: PreTrainedModel, method: MethodConfig) -> None:
     """
     head = target.get_output_embeddings()
     assert head is not None
-    trained = next((name for name in plan(target, method).train if target.get_parameter(name) is head.weight), None)
+    trained = next(
+        (name for name in plan_injection(target, method).train if target.get_parameter(name) is head.weight), None
+    )
     if trained is not None:
         raise PeftlabError(
             f"method {method.name} trains {trained}, the LM head's weight, from which the heads learn; take it out"

@@ -41,7 +41,7 @@ from peftlab.drafting.target import (
     unwrapped,
 )
 from peftlab.errors import PeftlabError, reason
-from peftlab.models.pretrained import eval_mode, load_config, load_tokenizer
+from peftlab.models.load import eval_mode, load_config, load_tokenizer
 from peftlab.models.quantised import DTYPES, quantised_linears
 from peftlab.untyped import Attributes
 

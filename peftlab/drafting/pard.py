@@ -27,7 +27,7 @@ from peftlab.drafting.target import forward_hidden, frozen_hidden, head_weight, 
 from peftlab.drafting.text import continued
 from peftlab.errors import PeftlabError
 from peftlab.files import member, read_object, write_json
-from peftlab.models.pretrained import eval_mode
+from peftlab.models.load import eval_mode
 
 
 def drawn_places(count: int, length: int, retain: float, least: float) -> list[Tensor]:

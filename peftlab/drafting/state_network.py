@@ -50,10 +50,10 @@ from peftlab.drafting.target import (
 from peftlab.drafting.text import continued, weights_digest, write_missing
 from peftlab.errors import PeftlabError
 from peftlab.files import Json, member, replacing, staged_directory
-from peftlab.methods.injection import is_injected
-from peftlab.methods.leaf import trainable_dtype
+from peftlab.methods.base import trainable_dtype
+from peftlab.methods.inject import is_injected
 from peftlab.methods.merging import merge
-from peftlab.models.pretrained import eval_mode
+from peftlab.models.load import eval_mode
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Queries [b, heads, n, D], keys and values [b, kv_heads, n, D] of new rows -> what they read, [b, heads, n, D]."""

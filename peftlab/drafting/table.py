@@ -109,7 +109,7 @@ def find_draft(reference: str) -> tuple[DraftRow, str]:
     """Return the kind of the draft that a reference names, and the reference of the draft itself.
 
     Args:
-        reference: as ``models.finetuned.find_model`` takes it; a run directory of a draft recipe; a directory of
+        reference: as ``models.config.find_model`` takes it; a run directory of a draft recipe; a directory of
             heads; ``exit:K``, the target's first K layers; ``del``, as many of them as pay; or ``swift``, the target
             without some sublayers.
     """

@@ -18,9 +18,9 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from peftlab.errors import PeftlabError
 from peftlab.files import member, read_object, write_json
 from peftlab.methods.config import MethodConfig
-from peftlab.methods.table import plan
+from peftlab.methods.inject import plan_injection
 from peftlab.models.architectures import embeddings_of
-from peftlab.models.pretrained import eval_mode
+from peftlab.models.load import eval_mode
 from peftlab.untyped import Unwrapped
 
 
@@ -307,7 +307,7 @@ def check_method(model: nn.Module, config: MethodConfig) -> None:
         PeftlabError: as injecting would; or the head would get an addition that the loss does not see.
     """
     head = embeddings_of(model)[1]
-    for name in plan(model, config).replace:
+    for name in plan_injection(model, config).replace:
         if model.get_submodule(name) is head:
             raise PeftlabError(
                 f"method {config.name}: an addition on {name}, the LM head, cannot be trained as part of a draft; take "

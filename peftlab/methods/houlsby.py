@@ -10,9 +10,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from peftlab.errors import PeftlabError
+from peftlab.methods.base import (
+    AnyLeaf,
+    Plan,
+    adapted_class,
+    find,
+    fully_trained,
+    parameters_under,
+    recast,
+    sites_of,
+    trainable_dtype,
+)
 from peftlab.methods.config import HoulsbyConfig
-from peftlab.methods.leaf import AnyLeaf, adapted_class, recast, trainable_dtype
-from peftlab.methods.targets import Plan, find, fully_trained, parameters_under, sites_of
 from peftlab.models.architectures import conv1d
 from peftlab.untyped import Attributes
 

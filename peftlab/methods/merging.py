@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
 from torch import Tensor, nn
 
 from peftlab.errors import PeftlabError
-from peftlab.methods.adapter_set import Injection, attach, detach, injection_of, is_injected, refuse_others
-from peftlab.methods.leaf import Adapted, addition, base_leaf, exchange
-from peftlab.methods.table import METHODS
+from peftlab.methods.base import Adapted, addition, base_leaf, exchange, refuse_unfoldable
+from peftlab.methods.config import METHODS
+from peftlab.methods.inject import Injection, attach, detach, injection_of, is_injected, refuse_others
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 _ATTRIBUTE = "peftlab_merged"  # of a model that was merged with keep=True
@@ -93,13 +92,6 @@ def merge(model: ModelT, *, keep: bool = False) -> ModelT:
     return detach(model, injection)
 
 
-def refuse_unfoldable(leaves: Mapping[str, Adapted]) -> None:
-    """Raise an error that names the first leaf whose addition cannot be folded, and says why."""
-    for name, leaf in leaves.items():
-        if reason := leaf.unfoldable():
-            raise PeftlabError(f"{name} cannot be merged: {reason}; keep the adapter and load it")
-
-
 def unmerge(model: ModelT) -> ModelT:
     """Undo ``merge(model, keep=True)`` in place: W0 bit for bit, and the adapter beside it again.
 
@@ -116,7 +108,7 @@ def unmerge(model: ModelT) -> ModelT:
     exchange(model, merged.adapted)
     if merged.tied is not None:
         _set_tied(model, merged.tied)
-    train = set(merged.injection.originals) - set(merged.injection.carried)
+    train = set(merged.injection.originals) - set(merged.injection.frozen)
     for name, parameter in model.named_parameters():
         module = model.get_submodule(name.rpartition(".")[0])
         own = isinstance(module, Adapted) and name.rpartition(".")[2] in module.added

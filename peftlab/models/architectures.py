@@ -1,8 +1,12 @@
-"""What peftlab knows of models by their architecture: sub-layers, projections, embeddings, task heads.
+"""What peftlab knows of models by their architecture: sub-layers, projections, embeddings, task heads, parameters.
 
 A new architecture that is built like a known one needs no row: methods fall back on the rows there are. Otherwise add
 its sub-layers to ``SITES``, its query and value projections to ``QUERY_VALUE`` and fused projections to ``FUSED``, by
 transformers' ``model_type``, and the names of query projections to ``QUERIES``, which all architectures share.
+
+``DECODERS`` and ``ENCODERS`` list the classes whose empty models are made of their configuration alone, without
+transformers' model code: names and shapes. A test compares each row with the class itself. For any other class, and
+wherever a setting is not plain, there is no such model, and the caller makes the class's own (``empty_model``).
 """
 
 from __future__ import annotations
@@ -10,18 +14,23 @@ from __future__ import annotations
 import copy
 import re
 import sys
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
-from peftlab.models.plain import PlainModel
-from peftlab.untyped import Function
+from peftlab.files import Json
+from peftlab.untyped import Attributes, Function
 
 if TYPE_CHECKING:
     from transformers import BloomConfig, GPTNeoXConfig, Phi3Config, PreTrainedModel
+    from transformers import PreTrainedModel as _Model  # of which this is the part that a plan asks for
+else:
+    _Model = nn.Module
 
 
 @dataclass(frozen=True)
@@ -241,7 +250,7 @@ def task_head(model: nn.Module) -> list[str]:
     """
     if getattr(model, "get_output_embeddings", lambda: None)() is not None:
         return []
-    # An adapted leaf (``methods.leaf``) names what it has beside its base class.
+    # An adapted leaf (``methods.base.Adapted``) names what it has beside its base class.
     adapted = {name: leaf for name, leaf in model.named_modules() if hasattr(leaf, "base_class")}
     of_a_method = {f"{name}.{added}" for name, leaf in adapted.items() for added in getattr(leaf, "added", ())}
     names = [name for name, _ in model.named_parameters() if of_a_method.isdisjoint(prefixes(name))]
@@ -300,3 +309,299 @@ def prefixes(name: str) -> Iterator[str]:
     """Yield ``a``, ``a.b`` and ``a.b.c`` of ``a.b.c``."""
     yield from (name[: dot.start()] for dot in re.finditer(r"\.", name))
     yield name
+
+
+# Models of plain decoders and encoders on the meta device.
+
+Leaves = Iterator[tuple[str, nn.Module | nn.Parameter]]
+"""Modules and lone parameters by name, in the order of the class."""
+_ACTIVATIONS = ("gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "silu", "swish")  # transformers judges any other
+_SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+
+
+@dataclass(frozen=True)
+class _Decoder:
+    """How a class differs from the others: they have the modules of a Llama.
+
+    Attributes:
+        kind: the ``model_type``.
+        biases: of the four projections of attention: their names, or the setting that gives all four a bias.
+        mlp_bias: whether the setting of that name is read. head_norms: whether queries and keys are normalised.
+        head_dim: whether the configuration must state ``head_dim``; else the width over the heads is its default.
+    """
+
+    kind: str
+    biases: tuple[str, ...] | str = ()
+    mlp_bias: bool = False
+    head_norms: bool = False
+    head_dim: bool = False
+
+
+DECODERS = {
+    "LlamaForCausalLM": _Decoder("llama", "attention_bias", mlp_bias=True),
+    "MistralForCausalLM": _Decoder("mistral"),
+    "Qwen2ForCausalLM": _Decoder("qwen2", ("q_proj", "k_proj", "v_proj")),
+    "Qwen3ForCausalLM": _Decoder("qwen3", "attention_bias", head_norms=True, head_dim=True),
+}
+
+
+@dataclass(frozen=True)
+class _Encoder:
+    """How a class differs from the others: they have the modules of a BERT.
+
+    Attributes:
+        kind: the ``model_type``. task: what the class is called for, behind the family's name.
+        roberta: whether embeddings and heads are RoBERTa's.
+    """
+
+    kind: str
+    task: str
+    roberta: bool = True
+
+
+_FAMILIES = {"Bert": "bert", "Roberta": "roberta", "XLMRoberta": "xlm-roberta", "Camembert": "camembert"}
+ENCODERS = {
+    f"{family}{task}": _Encoder(kind, task, roberta=family != "Bert")
+    for family, kind in _FAMILIES.items()
+    for task in ("Model", "ForMaskedLM", "ForSequenceClassification")
+}
+
+
+class PlainModel(_Model):
+    """A model on the meta device: names, shapes, kinds of modules and ties, no forward.
+
+    Its class is called as transformers' class. ``words`` and ``output`` are the names of its embeddings.
+    """
+
+    words: str
+    output: str
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.get_submodule(self.words)
+
+    def get_output_embeddings(self) -> nn.Module | None:  # None: a model without them
+        return self.get_submodule(self.output) if self.output else None
+
+
+class _Config(SimpleNamespace):
+    """The values of a ``config.json``, which are those of one model of text."""
+
+    def get_text_config(self) -> _Config:
+        return self
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """What a class of transformers makes of a configuration.
+
+    Attributes:
+        prefix: of the body. leaves: what has a name, in the class's order.
+        words, output: the embeddings' names. ties: the name of a parameter to that of the one it is.
+    """
+
+    prefix: str
+    leaves: Leaves
+    words: str
+    output: str = ""
+    ties: dict[str, str] = field(default_factory=dict)
+
+
+def plain_model(config: Mapping[str, Json]) -> PlainModel | None:
+    """Return the model of a ``config.json``; None where configuration and class are not plain.
+
+    It is the class that ``architectures`` names first.
+    """
+    if name := decoder(config):
+        parts = _decoder_parts(config, DECODERS[name])
+    elif name := _named(config, ENCODERS):
+        parts = _encoder_parts(config, ENCODERS[name])
+    else:
+        return None
+    if parts is None:
+        return None
+    members = {"__module__": __name__, "base_model_prefix": parts.prefix, "words": parts.words, "output": parts.output}
+    model: PlainModel = type(name, (PlainModel,), members)()
+    with NoValues():
+        for path, leaf in parts.leaves:
+            _put(model, path, leaf)
+    model.config = _Config(**config)  # type: ignore[assignment]
+    model.all_tied_weights_keys = parts.ties
+    model._keys_to_ignore_on_save = None
+    for name, other in parts.ties.items():
+        owner, _, last = name.rpartition(".")
+        setattr(model.get_submodule(owner), last, model.get_parameter(other))
+    return model.eval()
+
+
+def decoder(config: Mapping[str, Json]) -> str:
+    """Return the class in ``DECODERS`` that a ``config.json`` names; "" for another one, for code of its own beside
+    it, and for weights that are stored quantised."""
+    return _named(config, DECODERS)
+
+
+def _named(config: Mapping[str, Json], rows: Mapping[str, _Decoder] | Mapping[str, _Encoder]) -> str:
+    named = config.get("architectures")
+    name = named[0] if isinstance(named, list) and named else None
+    row = rows.get(name) if isinstance(name, str) else None
+    odd = any(config.get(key) for key in ("auto_map", "quantization_config", "compression_config"))
+    odd = odd or config.get("hidden_act") not in _ACTIVATIONS
+    return str(name) if row is not None and config.get("model_type") == row.kind and not odd else ""
+
+
+def _sizes(config: Mapping[str, Json], *keys: str) -> tuple[int, ...]:
+    """Return the sizes that a configuration states, those of ``keys`` behind; none if one is missing or not above 0."""
+    numbers = [config.get(key) for key in (*_SIZES, *keys)]
+    return tuple(int(str(n)) for n in numbers) if all(type(n) is int and n > 0 for n in numbers) else ()
+
+
+def _decoder_parts(config: Mapping[str, Json], row: _Decoder) -> _Parts | None:
+    """Return the modules of a Llama that have parameters; None if a setting is missing or odd."""
+    sizes, tied = _sizes(config, "num_key_value_heads"), config.get("tie_word_embeddings")
+    settings = [config.get(key, False) for key in ("attention_bias", "mlp_bias")]
+    if not sizes or not all(isinstance(setting, bool) for setting in (tied, *settings)):
+        return None
+    tokens, hidden, inner, layers, heads, groups = sizes
+    width = config.get("head_dim")
+    if width is None and not row.head_dim and hidden % heads == 0:
+        width = hidden // heads
+    if type(width) is not int or width <= 0 or heads % groups:
+        return None
+    head, queries, keys = width, heads * width, groups * width
+    every = ("q_proj", "k_proj", "v_proj", "o_proj")
+    biased = row.biases if isinstance(row.biases, tuple) else every if settings[0] else ()
+    mlp_bias = row.mlp_bias and bool(settings[1])
+
+    def norm(name: str, width: int) -> tuple[str, nn.Module]:
+        return name, nn.RMSNorm(width, device="meta")
+
+    def leaves() -> Leaves:
+        yield "model.embed_tokens", nn.Embedding(tokens, hidden, device="meta")
+        for layer in range(layers):
+            at = f"model.layers.{layer}"
+            for name, width in {"q_proj": queries, "k_proj": keys, "v_proj": keys}.items():
+                yield _linear(f"{at}.self_attn.{name}", hidden, width, name in biased)
+            yield _linear(f"{at}.self_attn.o_proj", queries, hidden, "o_proj" in biased)
+            if row.head_norms:
+                yield norm(f"{at}.self_attn.q_norm", head)
+                yield norm(f"{at}.self_attn.k_norm", head)
+            for name in ("gate_proj", "up_proj"):
+                yield _linear(f"{at}.mlp.{name}", hidden, inner, mlp_bias)
+            yield _linear(f"{at}.mlp.down_proj", inner, hidden, mlp_bias)
+            yield norm(f"{at}.input_layernorm", hidden)
+            yield norm(f"{at}.post_attention_layernorm", hidden)
+        yield norm("model.norm", hidden)
+        yield _linear("lm_head", hidden, tokens, False)
+
+    words = "model.embed_tokens"
+    return _Parts("model", leaves(), words, "lm_head", {"lm_head.weight": f"{words}.weight"} if tied else {})
+
+
+def _encoder_parts(config: Mapping[str, Json], row: _Encoder) -> _Parts | None:
+    """Return the modules of a BERT, its dropouts included: bottleneck adapters replace them.
+
+    None where it is a decoder, unties its embeddings, or a size is missing.
+    """
+    plain = {"is_decoder": False, "add_cross_attention": False, "tie_word_embeddings": True}
+    if any(config.get(key, value) is not value for key, value in plain.items()):
+        return None
+    if config.get("position_embedding_type", "absolute") != "absolute":
+        return None
+    sizes = _sizes(config, "max_position_embeddings", "type_vocab_size")
+    labels = config.get("id2label", {"0": "", "1": ""})
+    if not sizes or not isinstance(labels, dict):
+        return None
+    tokens, hidden, inner, layers, heads, positions, types = sizes
+    if hidden % heads:
+        return None
+    classes = len(labels)
+    prefix = "roberta" if row.roberta else "bert"  # of the body, in a class with a head
+    body = "" if row.task == "Model" else f"{prefix}."
+    predictions = "lm_head" if row.roberta else "cls.predictions"
+
+    def norm(name: str) -> tuple[str, nn.Module]:
+        return name, nn.LayerNorm(hidden, device="meta")
+
+    def body_leaves() -> Leaves:
+        at = f"{body}embeddings"
+        places = (f"{at}.position_embeddings", nn.Embedding(positions, hidden, device="meta"))
+        yield f"{at}.word_embeddings", nn.Embedding(tokens, hidden, device="meta")
+        if not row.roberta:
+            yield places
+        yield f"{at}.token_type_embeddings", nn.Embedding(types, hidden, device="meta")
+        yield norm(f"{at}.LayerNorm")
+        yield f"{at}.dropout", nn.Dropout()
+        if row.roberta:
+            yield places
+        for layer in range(layers):
+            at = f"{body}encoder.layer.{layer}"
+            for name in ("query", "key", "value"):
+                yield _linear(f"{at}.attention.self.{name}", hidden, hidden)
+            yield f"{at}.attention.self.dropout", nn.Dropout()
+            yield _linear(f"{at}.attention.output.dense", hidden, hidden)
+            yield norm(f"{at}.attention.output.LayerNorm")
+            yield f"{at}.attention.output.dropout", nn.Dropout()
+            yield _linear(f"{at}.intermediate.dense", hidden, inner)
+            yield _linear(f"{at}.output.dense", inner, hidden)
+            yield norm(f"{at}.output.LayerNorm")
+            yield f"{at}.output.dropout", nn.Dropout()
+        if row.task == "Model" or (row.task == "ForSequenceClassification" and not row.roberta):
+            yield _linear(f"{body}pooler.dense", hidden, hidden)
+
+    def head_leaves() -> Leaves:
+        if row.task == "ForSequenceClassification":
+            if row.roberta:
+                yield _linear("classifier.dense", hidden, hidden)
+            yield ("classifier.dropout" if row.roberta else "dropout"), nn.Dropout()
+            yield _linear("classifier.out_proj" if row.roberta else "classifier", hidden, classes)
+        elif row.task == "ForMaskedLM":
+            yield f"{predictions}.bias", nn.Parameter(torch.empty(tokens, device="meta"))
+            transform = predictions if row.roberta else f"{predictions}.transform"
+            yield _linear(f"{transform}.dense", hidden, hidden)
+            yield norm(f"{transform}.{'layer_norm' if row.roberta else 'LayerNorm'}")
+            yield _linear(f"{predictions}.decoder", hidden, tokens)
+
+    def leaves() -> Leaves:
+        head_first = row.kind not in ("bert", "roberta")  # as the classes do that RoBERTa's was copied to
+        for part in (head_leaves, body_leaves) if head_first else (body_leaves, head_leaves):
+            yield from part()
+
+    words = f"{body}embeddings.word_embeddings"
+    if row.task != "ForMaskedLM":
+        return _Parts(prefix, leaves(), words)
+    output = f"{predictions}.decoder"
+    ties = {f"{output}.weight": f"{words}.weight", f"{output}.bias": f"{predictions}.bias"}
+    return _Parts(prefix, leaves(), words, output, ties)
+
+
+def _linear(name: str, d_in: int, d_out: int, bias: bool = True) -> tuple[str, nn.Module]:
+    return name, nn.Linear(d_in, d_out, bias=bias, device="meta")
+
+
+def _put(model: nn.Module, path: str, leaf: nn.Module | nn.Parameter) -> None:
+    """Register a module or a parameter, and the modules above it that are not there yet."""
+    *owners, last = path.split(".")
+    for name in owners:
+        if name not in model._modules:
+            model.add_module(name, nn.Module())
+        model = model.get_submodule(name)
+    if isinstance(leaf, nn.Parameter):
+        model.register_parameter(last, leaf)
+    else:
+        model.add_module(last, leaf)
+
+
+class NoValues(TorchFunctionMode):
+    """A context in which tensors on the meta device, which have no values, are given none at random.
+
+    torch would trace each drawing in Python, for which it imports its compiler.
+    """
+
+    def __torch_function__(
+        self, func: Function[object], types: object, args: Sequence[object] = (), kwargs: Attributes | None = None
+    ) -> object:
+        options = kwargs or {}
+        tensor = args[0] if args else options.get("tensor")
+        draws = func in (Tensor.normal_, Tensor.uniform_) or getattr(func, "__module__", "") == "torch.nn.init"
+        if draws and isinstance(tensor, Tensor) and tensor.is_meta:
+            return tensor
+        return func(*args, **options)

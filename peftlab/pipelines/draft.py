@@ -55,11 +55,11 @@ from peftlab.drafting.text import (
 from peftlab.environment import Cpu, describe_cpu, peak_memory
 from peftlab.errors import PeftlabError, about
 from peftlab.files import Claim, Json, staged_directory, to_json, write_json, write_text
-from peftlab.methods.injection import count_parameters, inject, is_injected
-from peftlab.methods.table import lr_ratio
+from peftlab.methods.config import lr_ratio
+from peftlab.methods.inject import count_parameters, inject, is_injected
 from peftlab.models.config import measures_latency, merge_into
 from peftlab.models.costs import Cost
-from peftlab.models.pretrained import load_config, load_tokenizer, storage
+from peftlab.models.load import load_config, load_tokenizer, storage
 from peftlab.pipelines.directory import provenance, run_directory, write_and_print_results, write_results
 from peftlab.pipelines.generate import HEAD_FILE, acceptance_head, draft_lengths
 from peftlab.pipelines.merge import Latency, MergeCheck, merge_latency, verify_merge

@@ -13,7 +13,7 @@ from peftlab.environment import Cpu, describe_cpu
 from peftlab.errors import PeftlabError
 from peftlab.files import Json, to_json
 from peftlab.models.config import BaseConfig
-from peftlab.models.pretrained import eval_mode, load_config
+from peftlab.models.load import eval_mode, load_config
 from peftlab.pipelines.finetune import answer_scorer, load_task, model_source, sample_inputs
 from peftlab.pipelines.merge import EXAMPLES, merge_latency, timed_weights
 from peftlab.recipe.load import load_recipe
@@ -76,7 +76,7 @@ def evaluate(
     The class names and their order are the trained model's, not those of the file that is scored.
 
     Args:
-        reference: a run (its adapter is scored), an adapter, or a model as ``models.finetuned.find_model`` takes it.
+        reference: a run (its adapter is scored), an adapter, or a model as ``models.config.find_model`` takes it.
         recipe_name: the recipe that names task and data; default: ``recipe.yaml`` in that directory or above it.
         overrides: as for ``peftlab run``: other data, another batch size; ``data.validation=all`` scores a whole file.
         latency: also return as ``latency`` how long forward passes take on that device, relative to the base model's:
@@ -218,7 +218,7 @@ def find_trained(reference: str | Path, recipe_name: str | Path | None, override
     """Find the trained model that ``reference`` names, and the recipe that it is scored by.
 
     Args:
-        reference: a run (its adapter) or its URL, an adapter, or a model as ``models.finetuned.find_model`` takes it.
+        reference: a run (its adapter) or its URL, an adapter, or a model as ``models.config.find_model`` takes it.
         recipe_name: the recipe that names task and data; default: ``recipe.yaml`` in that directory or above it.
         overrides: as for ``peftlab run``.
 

@@ -26,14 +26,13 @@ from peftlab.drafting.target import eos_ids
 from peftlab.environment import Cpu, describe_cpu, peak_memory
 from peftlab.errors import PeftlabError, about
 from peftlab.files import Claim, Json, scratch_directory, staged_directory, to_json, write_json, write_text
-from peftlab.methods.config import MethodConfig
-from peftlab.methods.injection import count_parameters, inject, injection_of, is_injected, trainable_parameters
+from peftlab.methods.config import METHODS, MethodConfig, lr_ratio
+from peftlab.methods.inject import count_parameters, inject, injection_of, is_injected, trainable_parameters
 from peftlab.methods.merging import merge, unmerge
-from peftlab.methods.table import METHODS, lr_ratio
 from peftlab.models.architectures import inside, task_head
 from peftlab.models.config import BaseConfig, Into, measures_latency, merge_into
 from peftlab.models.costs import Cost
-from peftlab.models.pretrained import eval_mode, load_base, load_config
+from peftlab.models.load import eval_mode, load_base, load_config
 from peftlab.pipelines.directory import provenance, run_directory, write_and_print_results, write_results
 from peftlab.pipelines.merge import EXAMPLES, Latency, MergeCheck, merge_latency, verify_merge
 from peftlab.recipe.load import dump_recipe

@@ -40,7 +40,7 @@ from peftlab.drafting.table import find_draft
 from peftlab.drafting.text import index_corpus, read_documents
 from peftlab.environment import Cpu, describe_cpu
 from peftlab.errors import PeftlabError
-from peftlab.models.pretrained import load_tokenizer
+from peftlab.models.load import load_tokenizer
 from peftlab.models.quantised import torch_dtype
 from peftlab.registry import resolve
 from peftlab.tasks.conversations import Message, chat_ids

@@ -14,15 +14,12 @@ from torch import nn
 
 from peftlab.errors import PeftlabError
 from peftlab.files import read_object
-from peftlab.methods.config import MethodConfig
-from peftlab.methods.injection import count_parameters, inject, injection_of, make_config, trainable_parameters
-from peftlab.methods.table import METHODS
-from peftlab.methods.targets import has_suffix
-from peftlab.models.architectures import QUERY_VALUE, conv1d, model_type, task_head
-from peftlab.models.empty import Bounded, check_directory, empty_model
-from peftlab.models.finetuned import find_model
-from peftlab.models.plain import NoValues, plain_model
-from peftlab.models.pretrained import load_config
+from peftlab.methods.base import has_suffix
+from peftlab.methods.config import METHODS, MethodConfig
+from peftlab.methods.inject import count_parameters, inject, injection_of, make_config, trainable_parameters
+from peftlab.models.architectures import QUERY_VALUE, NoValues, conv1d, model_type, plain_model, task_head
+from peftlab.models.config import find_model
+from peftlab.models.load import Bounded, check_directory, empty_model, load_config
 from peftlab.references import locate
 from peftlab.reporting import facts
 from peftlab.reporting.console import LongName, plain_table

@@ -23,7 +23,7 @@ from peftlab.environment import resolve_device, wait_for
 from peftlab.errors import PeftlabError
 from peftlab.files import is_url, read_mark, read_object, read_text
 from peftlab.models.config import BaseConfig
-from peftlab.models.pretrained import load_config
+from peftlab.models.load import load_config
 from peftlab.models.quantised import DTYPES, BaseFormat
 from peftlab.references import local_copy
 from peftlab.untyped import Attributes
@@ -162,7 +162,7 @@ def _recipe_near(adapter: Path) -> Path | None:
 
 
 def _comparison_inputs(recipe: Path | None, base: str) -> list[dict[str, Tensor]]:
-    from peftlab.models.pretrained import load_tokenizer
+    from peftlab.models.load import load_tokenizer
     from peftlab.recipe.load import load_recipe
     from peftlab.recipe.schema import FinetuneRecipe
 

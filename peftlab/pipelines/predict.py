@@ -161,7 +161,7 @@ def predict(
             or a text is empty or not of the task's shape.
     """
     from peftlab.checkpoints.adapter import load_adapter
-    from peftlab.models.pretrained import eval_mode
+    from peftlab.models.load import eval_mode
     from peftlab.pipelines.evaluate import find_trained, refuse_untrained
     from peftlab.pipelines.finetune import model_source
     from peftlab.tasks.labelled import Evaluation, load_classifier, tokens_for

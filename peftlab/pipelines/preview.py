@@ -18,7 +18,7 @@ from torch import Tensor
 
 from peftlab.errors import PeftlabError
 from peftlab.files import is_url
-from peftlab.models.pretrained import load_tokenizer
+from peftlab.models.load import load_tokenizer
 from peftlab.pipelines.inspect import Inspection, inspect_model
 from peftlab.recipe.load import runs_of
 from peftlab.recipe.schema import FinetuneRecipe, Recipe, injected_method

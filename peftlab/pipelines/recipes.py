@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from peftlab.errors import PeftlabError
-from peftlab.models.finetuned import find_model
+from peftlab.models.config import find_model
 from peftlab.recipe.load import load_recipe, runs_of
 from peftlab.recipe.schema import AnyTable, DraftRecipe, FinetuneRecipe, Recipe
 from peftlab.references import locate

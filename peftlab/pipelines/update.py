@@ -39,8 +39,8 @@ from peftlab.drafting.target import check_method, end_ids
 from peftlab.drafting.text import make_dataset, weights_digest
 from peftlab.errors import PeftlabError
 from peftlab.files import Json, claimed, read_object, staged_directory, to_json, write_json, write_text
-from peftlab.methods.injection import inject
-from peftlab.models.pretrained import load_tokenizer
+from peftlab.methods.inject import inject
+from peftlab.models.load import load_tokenizer
 from peftlab.pipelines.directory import RUN
 from peftlab.pipelines.draft import (
     DraftResults,

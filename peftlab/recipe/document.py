@@ -13,7 +13,7 @@ from pydantic.fields import FieldInfo
 from pydantic.json_schema import models_json_schema
 
 from peftlab.files import write_text
-from peftlab.methods.table import METHODS
+from peftlab.methods.config import METHODS
 from peftlab.recipe import library
 from peftlab.recipe.errors import describe, fields, sections
 from peftlab.recipe.schema import KINDS

@@ -22,7 +22,7 @@ from ruamel.yaml.representer import RoundTripRepresenter
 
 from peftlab.errors import PeftlabError, did_you_mean
 from peftlab.files import Json, read_text, to_json
-from peftlab.methods.table import METHODS
+from peftlab.methods.config import METHODS
 from peftlab.recipe import library
 from peftlab.recipe.errors import Keys, Place, Problem, Source, all_sections, dotted, fields, suggest, validated
 from peftlab.recipe.schema import (

@@ -14,9 +14,7 @@ from peftlab.drafting.config import DraftConfig, DraftData, DraftObjective, Reci
 from peftlab.drafting.table import DRAFTS
 from peftlab.errors import PeftlabError
 from peftlab.files import is_url
-from peftlab.methods.config import MethodConfig
-from peftlab.methods.lora.config import LoraConfig
-from peftlab.methods.table import METHODS, config_class
+from peftlab.methods.config import METHODS, LoraConfig, MethodConfig, config_class
 from peftlab.models.config import Base, BaseConfig, MergeConfig
 from peftlab.registry import resolve
 from peftlab.remote import check_url

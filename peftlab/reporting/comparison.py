@@ -13,7 +13,7 @@ from ruamel.yaml import YAML
 
 from peftlab.errors import PeftlabError, did_you_mean
 from peftlab.files import Json, read_object, read_text, write_json, write_text
-from peftlab.methods.table import METHODS
+from peftlab.methods.config import METHODS
 from peftlab.references import local_copy
 from peftlab.registry import resolve
 from peftlab.reporting import facts

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from peftlab.errors import PeftlabError
 from peftlab.files import member
 from peftlab.models.chunked_sum import chunked_sum
-from peftlab.models.pretrained import eval_mode
+from peftlab.models.load import eval_mode
 from peftlab.registry import resolve
 from peftlab.tasks.batches import eval_batches, packed_rows, seeded_order, seeded_subset
 from peftlab.tasks.config import DataConfig

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedTokenizerBase
 
 from peftlab.errors import PeftlabError
-from peftlab.models.pretrained import eval_mode
+from peftlab.models.load import eval_mode
 from peftlab.registry import resolve
 from peftlab.tasks.batches import eval_batches
 from peftlab.tasks.config import DataConfig

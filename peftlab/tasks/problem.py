@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from peftlab.errors import PeftlabError
 from peftlab.models.config import BaseConfig
-from peftlab.models.pretrained import eval_mode, load_base, load_tokenizer, position_limit, storage
+from peftlab.models.load import eval_mode, load_base, load_tokenizer, position_limit, storage
 from peftlab.tasks.config import PreferenceObjective
 from peftlab.tasks.generated import Contexts
 from peftlab.tasks.metrics import Analysis

@@ -34,7 +34,7 @@ from torch.utils._pytree import tree_map_only
 
 from peftlab.environment import resolve_device
 from peftlab.errors import PeftlabError
-from peftlab.methods.injection import injection_of
+from peftlab.methods.inject import injection_of
 from peftlab.training.config import TrainConfig
 
 if TYPE_CHECKING:

@@ -29,8 +29,8 @@ from torch.autograd import Function
 from torch.nn import functional as F
 
 from peftlab.errors import PeftlabError
-from peftlab.methods.injection import trainable_parameters
-from peftlab.methods.targets import layer_index
+from peftlab.methods.base import layer_index
+from peftlab.methods.inject import trainable_parameters
 from peftlab.models.architectures import conv1d, inside, task_head
 from peftlab.tasks.batches import seeded_order
 from peftlab.training.config import EmulatedHardware, TrainConfig

@@ -17,7 +17,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from peftlab.errors import PeftlabError
-from peftlab.methods.injection import trainable_parameters
+from peftlab.methods.inject import trainable_parameters
 from peftlab.training.config import TrainConfig
 from peftlab.training.distributed import full_tensors
 

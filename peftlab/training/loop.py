@@ -24,10 +24,10 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from peftlab.errors import PeftlabError
-from peftlab.methods.injection import trainable_parameters
-from peftlab.methods.targets import layer_index
+from peftlab.methods.base import layer_index
+from peftlab.methods.inject import trainable_parameters
 from peftlab.models.costs import Meter
-from peftlab.models.pretrained import eval_mode
+from peftlab.models.load import eval_mode
 from peftlab.tasks.batches import padded_tokens, split_rows
 from peftlab.tasks.problem import TrainingProblem
 from peftlab.training.config import TrainConfig

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from peftlab.checkpoints.tensors import unpickle
 from peftlab.errors import PeftlabError
 from peftlab.files import STAGING_PREFIX, replacing
-from peftlab.methods.injection import trainable_parameters
+from peftlab.methods.inject import trainable_parameters
 from peftlab.models.costs import Cost, kv_bytes_per_token
 from peftlab.training.distributed import full_tensors, optimiser_state, restore_optimiser, shard_like
 

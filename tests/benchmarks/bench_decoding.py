@@ -28,7 +28,7 @@ from peftlab.decoding.sampled_trees import rsd_c
 from peftlab.decoding.sampling import Sampling
 from peftlab.drafting.base import SUFFIX_AND_DRAFT, load_pair, make_drafter
 from peftlab.drafting.target import eos_ids
-from peftlab.models.pretrained import load_base, load_tokenizer
+from peftlab.models.load import load_base, load_tokenizer
 from peftlab.pipelines.benchmark import watched
 from peftlab.reporting.drafts import finite
 from peftlab.tasks.prompts import encode, read_prompts, spread

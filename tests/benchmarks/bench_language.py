@@ -31,7 +31,7 @@ Figures = dict[str, float]
 
 def make_base(directory: Path) -> None:
     """Write SmolLM2-135M and its tokenizer as fp32 safetensors, from the GGUF that travels as a package."""
-    from peftlab.models.pretrained import load_base, load_tokenizer
+    from peftlab.models.load import load_base, load_tokenizer
     from tests.packages import SMOLLM2
 
     load_base(SMOLLM2, "AutoModelForCausalLM")[0].save_pretrained(directory)
@@ -87,7 +87,7 @@ def ours(base: Path, data: Path, train_on: str, out: Path, *, packing: bool) -> 
     """Train with peftlab's loop."""
     from accelerate import Accelerator
 
-    from peftlab.methods.injection import inject
+    from peftlab.methods.inject import inject
     from peftlab.pipelines.finetune import share_rows
     from peftlab.training.loop import train
 

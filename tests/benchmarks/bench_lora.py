@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import peftlab
-from peftlab.models.pretrained import load_base
+from peftlab.models.load import load_base
 from tests.packages import MINILM
 
 BATCH, LENGTH, REPEATS = 16, 128, 25

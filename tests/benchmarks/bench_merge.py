@@ -48,7 +48,7 @@ def make_smollm2(directory: Path) -> None:
     """Write SmolLM2-135M as bf16 safetensors, from the GGUF that travels as a package."""
     import torch
 
-    from peftlab.models.pretrained import load_base
+    from peftlab.models.load import load_base
 
     model, _ = load_base(SMOLLM2, "AutoModelForCausalLM", dtype=torch.bfloat16)
     model.save_pretrained(directory)
@@ -124,7 +124,7 @@ def run_fold(base: Path, adapter: Path, out: Path) -> dict[str, Any]:
     """Fold the same tensors, all of them in memory already."""
     from peftlab.checkpoints.adapter import read_adapter
     from peftlab.checkpoints.tensors import open_shards
-    from peftlab.methods.lora.fold import fold_weight
+    from peftlab.methods.lora.functional import fold_weight
 
     tensors = read_adapter(adapter).tensors
     work = []

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import peftlab
-from peftlab.models.pretrained import load_base
+from peftlab.models.load import load_base
 from tests.benchmarks.bench_lora import interleaved
 from tests.packages import SMOLLM2
 

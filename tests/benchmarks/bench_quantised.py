@@ -15,7 +15,7 @@ from torch import nn
 
 import peftlab
 from peftlab.models.config import BaseConfig
-from peftlab.models.pretrained import load_base, storage
+from peftlab.models.load import load_base, storage
 from peftlab.models.quantised import is_quantised
 from tests.benchmarks.bench_lora import interleaved
 from tests.packages import SMOLLM2

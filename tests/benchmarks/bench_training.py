@@ -42,7 +42,7 @@ def ours(task: str) -> tuple[float, dict[str, float]]:
     from accelerate import Accelerator
     from accelerate.utils import set_seed
 
-    from peftlab.methods.injection import inject
+    from peftlab.methods.inject import inject
     from peftlab.pipelines.finetune import load_task
     from peftlab.training.loop import train
 

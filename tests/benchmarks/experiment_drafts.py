@@ -37,7 +37,7 @@ from peftlab.drafting.acceptance import Acceptance, measure
 from peftlab.drafting.heads import HeadedModel, MedusaHeads, ReducedHeads, measure_heads, read_medusa
 from peftlab.drafting.target import eos_ids, head_weight
 from peftlab.drafting.text import make_dataset
-from peftlab.models.pretrained import load_base, load_tokenizer
+from peftlab.models.load import load_base, load_tokenizer
 from peftlab.pipelines.draft import run_draft
 from peftlab.recipe.schema import DraftRecipe
 from peftlab.tasks.prompts import Request, read_prompt_ids

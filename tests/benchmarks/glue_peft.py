@@ -21,7 +21,7 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 
 from peftlab.files import write_json
-from peftlab.methods.injection import inject
+from peftlab.methods.inject import inject
 from peftlab.pipelines.finetune import load_task
 from peftlab.recipe.load import Cell, load_recipe, table_cells
 from peftlab.training.loop import train

@@ -10,7 +10,7 @@ from torch import nn
 
 import peftlab
 from peftlab.checkpoints.adapter import save_adapter
-from peftlab.methods.injection import inject, make_config, trainable_parameters
+from peftlab.methods.inject import inject, make_config, trainable_parameters
 
 SMALL = {
     "hidden_size": 32,

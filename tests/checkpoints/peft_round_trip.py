@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import peftlab
 from peftlab.checkpoints.merge import merge_checkpoint
-from peftlab.methods.injection import trainable_parameters
+from peftlab.methods.inject import trainable_parameters
 
 Logits = Callable[[nn.Module], Tensor]
 

@@ -17,7 +17,7 @@ from peftlab.checkpoints.combine import combine
 from peftlab.checkpoints.merge import merge_checkpoint
 from peftlab.cli.app import app
 from peftlab.errors import PeftlabError
-from peftlab.methods.injection import make_config
+from peftlab.methods.inject import make_config
 
 
 def _adapters(tmp_path: Path, ranks: tuple[int, int] = (4, 4), targets: tuple[str, ...] = ("q_proj", "v_proj")):

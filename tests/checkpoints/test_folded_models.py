@@ -16,9 +16,8 @@ from peftlab.checkpoints.adapter import load_model
 from peftlab.cli.app import app
 from peftlab.drafting.text import weights_digest
 from peftlab.errors import PeftlabError
-from peftlab.models.config import BaseConfig
-from peftlab.models.finetuned import find_model
-from peftlab.models.pretrained import load_config, load_tokenizer
+from peftlab.models.config import BaseConfig, find_model
+from peftlab.models.load import load_config, load_tokenizer
 from peftlab.pipelines.evaluate import evaluate
 
 SAID = " It was red and it was very big and it was very good."

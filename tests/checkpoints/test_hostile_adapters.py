@@ -22,7 +22,7 @@ from peftlab.checkpoints.adapter import read_adapter
 from peftlab.checkpoints.merge import merge_checkpoint
 from peftlab.checkpoints.tensors import open_shards, read_pickle
 from peftlab.errors import PeftlabError
-from peftlab.methods.injection import is_injected
+from peftlab.methods.inject import is_injected
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 

@@ -22,7 +22,7 @@ from peftlab.checkpoints.merge import merge_checkpoint, unmerge_checkpoint
 from peftlab.checkpoints.merge_plan import MergeOptions
 from peftlab.checkpoints.quantised import compress, decompress, nf4_values
 from peftlab.errors import PeftlabError
-from peftlab.models.pretrained import describe
+from peftlab.models.load import describe
 from peftlab.models.quantised import BaseFormat, dequantised
 
 pytest.importorskip("bitsandbytes")

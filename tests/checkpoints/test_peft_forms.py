@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 import peftlab
 from peftlab.checkpoints.merge import merge_checkpoint
 from peftlab.errors import PeftlabError
-from peftlab.methods.injection import injection_of, trainable_parameters
+from peftlab.methods.inject import injection_of, trainable_parameters
 
 IDS = torch.arange(3, 33).view(2, 15)
 logits = of({"input_ids": IDS})

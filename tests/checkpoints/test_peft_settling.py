@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 import peftlab
 from peftlab.checkpoints.merge import merge_checkpoint
 from peftlab.errors import PeftlabError
-from peftlab.methods.injection import injection_of, trainable_parameters
+from peftlab.methods.inject import injection_of, trainable_parameters
 
 IDS = torch.arange(3, 33).view(2, 15)
 WEIGHTS = "adapter_model.safetensors"
@@ -132,7 +132,7 @@ def test_rows_of_a_resized_vocabulary_come_with_the_adapter(tmp_path: Path) -> N
         assert torch.equal(logits(model), before)
     peftlab.unmerge(peftlab.merge(model, keep=True))
     torch.testing.assert_close(logits(model), expected, rtol=1e-5, atol=1e-6)
-    assert injection_of(model).carried == ("model.embed_tokens.weight",)
+    assert injection_of(model).frozen == ("model.embed_tokens.weight",)
     assert torch.equal(logits(peftlab.remove(model)), before)
     merge_checkpoint(tmp_path / "adapter", base, tmp_path / "merged")
     merged = load(transformers.LlamaForCausalLM, tmp_path / "merged")

@@ -19,7 +19,7 @@ from peftlab.checkpoints.adapter import read_adapter
 from peftlab.checkpoints.combine import combine
 from peftlab.checkpoints.merge import merge_checkpoint
 from peftlab.errors import PeftlabError
-from peftlab.methods.injection import trainable_parameters
+from peftlab.methods.inject import trainable_parameters
 
 IDS = torch.arange(3, 33).view(2, 15)
 GPT2 = ["attn.c_attn", "attn.c_proj", "mlp.c_proj"]

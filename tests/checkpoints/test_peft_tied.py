@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 import peftlab
 from peftlab.checkpoints.merge import merge_checkpoint
 from peftlab.errors import PeftlabError
-from peftlab.methods.injection import trainable_parameters
+from peftlab.methods.inject import trainable_parameters
 
 IDS = torch.arange(3, 33).view(2, 15)
 KIND = transformers.LlamaForCausalLM

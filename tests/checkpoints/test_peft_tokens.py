@@ -16,7 +16,7 @@ from test_peft_layers import bart, gemma3
 import peftlab
 from peftlab.checkpoints.merge import merge_checkpoint
 from peftlab.errors import PeftlabError
-from peftlab.methods.injection import trainable_parameters
+from peftlab.methods.inject import trainable_parameters
 
 IDS = torch.arange(3, 33).view(2, 15)
 TEXT = {"input_ids": IDS}

@@ -18,9 +18,9 @@ from torch import nn
 from peftlab.checkpoints.merge import merge_checkpoint
 from peftlab.checkpoints.merge_plan import MergeOptions
 from peftlab.errors import PeftlabError
-from peftlab.methods.table import METHODS
-from peftlab.models.empty import empty_model, tied_names
-from peftlab.models.plain import DECODERS, plain_model
+from peftlab.methods.config import METHODS
+from peftlab.models.architectures import DECODERS, plain_model
+from peftlab.models.load import empty_model, tied_names
 from peftlab.pipelines.inspect import inspect_model
 
 SMALL = models.SMALL | {"num_key_value_heads": 2}

@@ -12,9 +12,9 @@ import transformers
 from torch import nn
 
 from peftlab.errors import PeftlabError
-from peftlab.methods.table import METHODS
-from peftlab.models.empty import empty_model, tied_names
-from peftlab.models.plain import ENCODERS, plain_model
+from peftlab.methods.config import METHODS
+from peftlab.models.architectures import ENCODERS, plain_model
+from peftlab.models.load import empty_model, tied_names
 from peftlab.pipelines.inspect import inspect_model
 
 

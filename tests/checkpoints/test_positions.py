@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 
-from peftlab.models.pretrained import position_limit
+from peftlab.models.load import position_limit
 
 ENCODER = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
 SEQ2SEQ = {

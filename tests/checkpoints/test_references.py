@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from peftlab.errors import PeftlabError
-from peftlab.models.pretrained import load_config
+from peftlab.models.load import load_config
 from peftlab.references import locate
 
 
@@ -70,7 +70,7 @@ def test_a_hub_that_does_not_answer_is_asked_once(here: Path) -> None:
     """Nothing listens on the discard port of this machine; the libraries would retry for most of a minute."""
     root = Path(__file__).resolve().parents[2]
     environment = {**os.environ, "HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9", "PYTHONPATH": str(root)}
-    program = "from peftlab.models.pretrained import load_config; load_config('run')"
+    program = "from peftlab.models.load import load_config; load_config('run')"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=False)
     assert "no such directory (did you mean 'runs'?)" in done.stderr
     assert "http://127.0.0.1:9 does not answer" in done.stderr

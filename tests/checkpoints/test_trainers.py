@@ -21,8 +21,8 @@ from transformers import (
 )
 
 import peftlab
-from peftlab.methods.injection import trainable_parameters
-from peftlab.methods.table import config_class
+from peftlab.methods.config import config_class
+from peftlab.methods.inject import trainable_parameters
 
 SIZE: dict[str, Any] = {
     "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48, "vocab_size": 60,

@@ -165,7 +165,7 @@ class TestRun:
         merged = AutoModelForSequenceClassification.from_pretrained(run_directory / "merged").eval()
         tokenizer = AutoTokenizer.from_pretrained(run_directory / "merged")
         batch = tokenizer([text for text, _ in REVIEWS], padding=True, return_tensors="pt")
-        from peftlab.models.pretrained import load_base
+        from peftlab.models.load import load_base
 
         unmerged, _ = load_base(minilm, num_labels=2)
         unmerged = load_adapter(unmerged, run_directory / "adapter")

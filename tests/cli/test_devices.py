@@ -14,7 +14,7 @@ from peftlab.cli.app import app
 from peftlab.drafting.base import TargetLoader
 from peftlab.drafting.heads import MedusaKind, write_medusa
 from peftlab.environment import resolve_device
-from peftlab.models.pretrained import load_base, load_tokenizer
+from peftlab.models.load import load_base, load_tokenizer
 from tests.drafting.draft_models import medusa
 from tests.training import tiny
 

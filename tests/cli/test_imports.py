@@ -15,7 +15,7 @@ import typer
 
 from peftlab.checkpoints.adapter import save_adapter
 from peftlab.cli.app import app
-from peftlab.methods.injection import inject_lora
+from peftlab.methods.inject import inject_lora
 from tests.distribution import write_distribution
 from tests.reporting.run_directory import write_run
 
@@ -160,7 +160,7 @@ def test_the_report_of_a_finished_run_imports_no_torch(tmp_path: Path) -> None:
 
 def test_a_recipe_of_another_distributions_method_imports_its_configuration_alone(tmp_path: Path) -> None:
     files = {
-        "toy_row.py": "from peftlab.methods.table import Method\nROW = Method('toy_config:Toy', 'toy_plan:plan')\n",
+        "toy_row.py": "from peftlab.methods.config import Method\nROW = Method('toy_config:Toy', 'toy_plan:plan')\n",
         "toy_config.py": (
             "from typing import Literal\nfrom peftlab.methods.config import MethodConfig\n"
             "class Toy(MethodConfig):\n    '''A toy.'''\n    name: Literal['toy'] = 'toy'\n"

@@ -115,14 +115,14 @@ def assert_follows():
 
 @pytest.fixture(scope="session")
 def stories_model(stories):
-    from peftlab.models.pretrained import load_base
+    from peftlab.models.load import load_base
 
     return load_base(str(stories), "AutoModelForCausalLM")[0]
 
 
 @pytest.fixture(scope="session")
 def stories_tokenizer(stories):
-    from peftlab.models.pretrained import load_tokenizer
+    from peftlab.models.load import load_tokenizer
 
     return load_tokenizer(str(stories))
 

@@ -44,7 +44,7 @@ from peftlab.drafting.target import truncate
 from peftlab.environment import describe_cpu
 from peftlab.errors import PeftlabError
 from peftlab.files import to_json
-from peftlab.models.pretrained import load_base, load_tokenizer
+from peftlab.models.load import load_base, load_tokenizer
 from peftlab.tasks.prompts import Prompt, encode, read_prompts, spread
 from tests.byte_tokens import byte_tokenizer
 from tests.command_line import invoke

@@ -176,7 +176,7 @@ def test_padded_vocabularies_are_cut_to_one(stories_model, stories_tokenizer, ge
 
 
 def test_tokenizers_that_differ(stories_model, stories_tokenizer, stories):
-    from peftlab.models.pretrained import load_tokenizer
+    from peftlab.models.load import load_tokenizer
 
     other = load_tokenizer(str(stories))
     other.add_tokens(["zebra"])

@@ -32,7 +32,7 @@ from peftlab.drafting.heads import HydraHeads, MedusaHeads
 from peftlab.drafting.state_network import default_features
 from peftlab.drafting.target import truncate
 from peftlab.environment import resolve_device
-from peftlab.models.pretrained import load_base
+from peftlab.models.load import load_base
 from tests.eagle_models import eagle, trained_eagle
 from tests.gated_models import gated_model
 

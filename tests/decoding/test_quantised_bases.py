@@ -11,7 +11,7 @@ from transformers import GPTNeoConfig, GPTNeoForCausalLM, LlamaConfig, LlamaForC
 from peftlab.decoding.decode import StoppingCriteria, decode
 from peftlab.decoding.engines import build_engine
 from peftlab.models.config import BaseConfig
-from peftlab.models.pretrained import load_base, storage
+from peftlab.models.load import load_base, storage
 from peftlab.models.quantised import dequantised, quantised_linears
 
 pytest.importorskip("bitsandbytes")

@@ -17,7 +17,7 @@ from peftlab.checkpoints.merge import merge_checkpoint
 from peftlab.decoding.decode import StoppingCriteria, decode
 from peftlab.decoding.engines import build_engine
 from peftlab.decoding.model_free import PromptLookup, TokenRecycling
-from peftlab.models.pretrained import load_base
+from peftlab.models.load import load_base
 
 TOKENS = 83
 

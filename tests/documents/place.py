@@ -11,7 +11,7 @@ import transformers
 from transformers import LlamaConfig, LlamaForCausalLM, RobertaConfig, RobertaForMaskedLM
 
 from peftlab.checkpoints.adapter import save_adapter
-from peftlab.methods.injection import inject_lora, trainable_parameters
+from peftlab.methods.inject import inject_lora, trainable_parameters
 from tests.byte_tokens import byte_tokenizer
 
 TEMPLATE = (

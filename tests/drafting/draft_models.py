@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from peftlab.drafting.config import MedusaDraft
 from peftlab.drafting.heads import HeadedModel, MedusaKind
-from peftlab.methods.injection import inject, make_config
+from peftlab.methods.inject import inject, make_config
 from peftlab.tasks.prompts import Request
 
 VOCAB = 40

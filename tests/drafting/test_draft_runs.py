@@ -26,7 +26,7 @@ from peftlab.decoding.sampling import Sampling
 from peftlab.drafting.acceptance import load_acceptance_head
 from peftlab.drafting.base import load_pair
 from peftlab.errors import PeftlabError
-from peftlab.models.pretrained import load_base
+from peftlab.models.load import load_base
 from peftlab.pipelines.draft import DraftResults
 from peftlab.pipelines.generate import DecodingOptions
 from peftlab.pipelines.recipes import run_recipe

@@ -20,7 +20,7 @@ from peftlab.drafting.eagle import read_eagle, tensors_of
 from peftlab.drafting.table import DRAFTS
 from peftlab.drafting.target import input_embedding
 from peftlab.errors import PeftlabError
-from peftlab.models.pretrained import load_base
+from peftlab.models.load import load_base
 from peftlab.pipelines.draft import DraftResults
 from peftlab.pipelines.recipes import run_recipe
 from peftlab.pipelines.update import update_draft

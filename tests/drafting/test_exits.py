@@ -18,7 +18,7 @@ from peftlab.drafting.objectives import Objective
 from peftlab.drafting.target import truncate
 from peftlab.drafting.text import Collate, make_dataset
 from peftlab.errors import PeftlabError
-from peftlab.methods.injection import inject, make_config, trainable_parameters
+from peftlab.methods.inject import inject, make_config, trainable_parameters
 from peftlab.pipelines.recipes import run_recipe
 from peftlab.recipe.load import load_recipe
 

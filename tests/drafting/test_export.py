@@ -23,7 +23,7 @@ from peftlab.drafting.export import CONSUMERS, _transformers_example, export_dra
 from peftlab.drafting.heads import read_medusa, write_medusa
 from peftlab.drafting.target import truncate
 from peftlab.errors import PeftlabError
-from peftlab.models.pretrained import load_base
+from peftlab.models.load import load_base
 
 SPECULATORS = "0.9.0"
 

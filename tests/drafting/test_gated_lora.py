@@ -44,7 +44,7 @@ from peftlab.drafting.objectives import Objective
 from peftlab.drafting.pard import check_parallel
 from peftlab.drafting.text import Collate, make_dataset
 from peftlab.errors import PeftlabError
-from peftlab.methods.injection import disabled, make_config
+from peftlab.methods.inject import disabled, make_config
 from peftlab.methods.lora.layers import Gate, LoraConv1D, LoraLinear, hide_factors
 from tests.gated_models import gated_model
 

@@ -25,7 +25,7 @@ from peftlab.drafting.objectives import Objective
 from peftlab.drafting.target import forward_hidden
 from peftlab.drafting.text import Collate, make_dataset
 from peftlab.errors import PeftlabError
-from peftlab.methods.injection import inject, make_config
+from peftlab.methods.inject import inject, make_config
 from peftlab.recipe.load import load_recipe
 from tests.command_line import invoke
 

@@ -27,7 +27,7 @@ from peftlab.drafting.objectives import Objective, kl
 from peftlab.drafting.target import head_weight, last_hidden
 from peftlab.drafting.text import Collate, make_dataset
 from peftlab.errors import PeftlabError
-from peftlab.methods.injection import trainable_parameters
+from peftlab.methods.inject import trainable_parameters
 from peftlab.tasks.prompts import Request
 
 TREE = ((0,), (1,), (0, 0), (1, 0), (0, 1), (0, 0, 0))

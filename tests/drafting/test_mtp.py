@@ -19,7 +19,7 @@ from peftlab.drafting.state_network import EagleModel, FeatureLoss, predictions,
 from peftlab.drafting.target import forward_hidden, head_weight, input_embedding
 from peftlab.drafting.text import Collate, make_dataset
 from peftlab.errors import PeftlabError
-from peftlab.methods.injection import inject, make_config, trainable_parameters
+from peftlab.methods.inject import inject, make_config, trainable_parameters
 from peftlab.methods.merging import merge
 
 TOKENS = torch.tensor([0, 1, 2, 5, 7, 8, 11, 20, 21, 33, 39])

@@ -28,8 +28,8 @@ from peftlab.drafting.objectives import Objective, kl
 from peftlab.drafting.target import head_weight, last_hidden
 from peftlab.drafting.text import Collate, make_dataset
 from peftlab.errors import PeftlabError
-from peftlab.methods.injection import count_parameters, disabled, is_injected, make_config, trainable_parameters
-from peftlab.models.pretrained import load_base
+from peftlab.methods.inject import count_parameters, disabled, is_injected, make_config, trainable_parameters
+from peftlab.models.load import load_base
 from tests.forked import python
 
 TRUNK = {"r": 2}

@@ -21,7 +21,7 @@ from peftlab.decoding.sampling import Sampling
 from peftlab.drafting.base import Pair, load_pair, make_drafter
 from peftlab.drafting.model import shared_layers
 from peftlab.drafting.target import truncate
-from peftlab.models.pretrained import load_base, load_tokenizer
+from peftlab.models.load import load_base, load_tokenizer
 from tests.command_line import invoke
 
 PROMPTS = [[1, 403, 407], [1, 346], [1, 403, 407, 261, 378, 432, 409, 267]]

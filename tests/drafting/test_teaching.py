@@ -19,7 +19,7 @@ from peftlab.drafting.objectives import OBJECTIVES, Objective, PairLoss, selecti
 from peftlab.drafting.target import check_head, forward_hidden, head_weight, truncate
 from peftlab.drafting.text import Collate, make_dataset, stored_topk
 from peftlab.errors import PeftlabError
-from peftlab.methods.injection import count_parameters, inject, make_config, trainable_parameters
+from peftlab.methods.inject import count_parameters, inject, make_config, trainable_parameters
 from peftlab.tasks.prompts import Request
 
 

@@ -9,7 +9,7 @@ from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadMode
 from peftlab.drafting.heads import MedusaHeads
 from peftlab.drafting.target import truncate
 from peftlab.errors import PeftlabError
-from peftlab.models.pretrained import load_base
+from peftlab.models.load import load_base
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from peftlab.methods.table import METHODS
+from peftlab.methods.config import METHODS
 from peftlab.recipe.schema import KINDS, OWN_MODULES_LR
 
 _TAG = "tag:yaml.org,2002:"

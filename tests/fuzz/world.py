@@ -15,7 +15,7 @@ from tokenizers.pre_tokenizers import Whitespace
 
 import peftlab
 from peftlab.checkpoints.adapter import save_adapter
-from peftlab.methods.injection import make_config, trainable_parameters
+from peftlab.methods.inject import make_config, trainable_parameters
 
 WORDS = ["good", "bad", "film", "plot", "dull", "fine", "the", "a", "was", "very", "and", "not"]
 SPECIAL = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]", "bos_token": "[BOS]"}

@@ -13,7 +13,7 @@ from peftlab.decoding.decode import Drafter, StoppingCriteria, decode
 from peftlab.decoding.engines import build_engine
 from peftlab.decoding.measurements import step_seconds
 from peftlab.decoding.model_free import PromptLookup, TokenRecycling
-from peftlab.models.pretrained import load_base
+from peftlab.models.load import load_base
 from tests.gpu.shapes import Work
 from tests.gpu.timing import taken
 

@@ -10,8 +10,8 @@ from tiny_models import base, batch, injected, logits, trained
 
 import peftlab
 from peftlab import PeftlabError
-from peftlab.methods.injection import injection_of, is_injected
-from peftlab.methods.table import METHODS, config_class
+from peftlab.methods.config import METHODS, config_class
+from peftlab.methods.inject import injection_of, is_injected
 
 
 def fingerprint(model):

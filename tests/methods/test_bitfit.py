@@ -8,8 +8,8 @@ from torch import nn
 
 import peftlab
 from peftlab import PeftlabError
-from peftlab.methods.bitfit import is_bias
-from peftlab.methods.injection import is_injected, trainable_parameters
+from peftlab.methods.in_place import is_bias
+from peftlab.methods.inject import is_injected, trainable_parameters
 
 HEAD = {"classifier.weight", "classifier.bias"}
 

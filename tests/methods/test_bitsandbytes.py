@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 import peftlab
 from peftlab.methods.config import FullConfig, HeadConfig
-from peftlab.methods.injection import count_parameters, is_injected
+from peftlab.methods.inject import count_parameters, is_injected
 from peftlab.models.quantised import dequantised, is_quantised, quantised_linears
 
 pytest.importorskip("bitsandbytes")

@@ -11,9 +11,9 @@ from transformers import BertConfig, BertForSequenceClassification, LlamaConfig,
 
 import peftlab
 from peftlab import PeftlabError
-from peftlab.methods.injection import inject, make_config, trainable_parameters
+from peftlab.methods.inject import inject, make_config, trainable_parameters
 from peftlab.models.costs import CountFlops, count_step, kv_bytes_per_token
-from peftlab.models.empty import empty_model
+from peftlab.models.load import empty_model
 
 B, L, D, F, LAYERS, HEADS = 3, 10, 32, 48, 3, 4
 N = B * L

@@ -11,7 +11,7 @@ from transformers.pytorch_utils import Conv1D
 
 import peftlab
 from peftlab import PeftlabError
-from peftlab.methods.injection import injection_of, is_injected
+from peftlab.methods.inject import injection_of, is_injected
 
 LLAMA: dict[str, Any] = {
     "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96, "vocab_size": 50,

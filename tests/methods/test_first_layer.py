@@ -8,8 +8,8 @@ from tiny_models import COMBINATIONS, base, batch, config_of, logits, train
 
 import peftlab
 from peftlab import PeftlabError
-from peftlab.methods.injection import trainable_parameters
-from peftlab.methods.targets import layer_index
+from peftlab.methods.base import layer_index
+from peftlab.methods.inject import trainable_parameters
 from peftlab.models.architectures import inside, task_head
 
 STACKED = ("albert", "t5", "bart")  # one shared layer; two stacks, of which the decoder reads the encoder's end

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from peftlab.methods.leaf import Folding
-from peftlab.methods.lora.fold import expert_factors, fold_weight
+from peftlab.methods.base import Folding
+from peftlab.methods.lora.functional import expert_factors, fold_weight
 
 
 def at(tensor: Tensor, offset: int) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from tiny_models import base, batch, logits
 
 import peftlab
-from peftlab.methods.injection import injection_of, trainable_parameters
+from peftlab.methods.inject import injection_of, trainable_parameters
 
 OTHERS = {
     "alpha": {"lora_alpha": 40},

@@ -14,10 +14,10 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import peftlab
 from peftlab import PeftlabError
+from peftlab.methods.base import find, sites_of
+from peftlab.methods.config import config_class
 from peftlab.methods.houlsby import ACTIVATIONS
-from peftlab.methods.injection import is_injected, trainable_parameters
-from peftlab.methods.table import config_class
-from peftlab.methods.targets import find, sites_of
+from peftlab.methods.inject import is_injected, trainable_parameters
 from peftlab.models.architectures import SITES
 
 

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import peftlab
-from peftlab.methods.lora.function import dropout, keep_mask, kept, low_rank_linear, threshold
+from peftlab.methods.lora.functional import dropout, keep_mask, kept, low_rank_linear, threshold
 
 RATES = (0.05, 0.1, 0.3, 0.5, 1 / 3, 0.9, 0.75, 2**-9, 0.999)
 

@@ -212,7 +212,7 @@ def test_tied_head_is_untied_by_a_merge_and_the_embedding_kept() -> None:
 
 
 def test_loraplus_gives_b_its_own_learning_rate() -> None:
-    from peftlab.methods.table import lr_ratio
+    from peftlab.methods.config import lr_ratio
 
     config = peftlab.LoraConfig(loraplus_lr_ratio=16)
     assert lr_ratio(config) == {"lora_B": 16, "lora_embedding_B": 16}

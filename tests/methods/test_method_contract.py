@@ -25,9 +25,9 @@ from tiny_models import (
 
 import peftlab
 from peftlab import PeftlabError
-from peftlab.methods.injection import count_parameters, injection_of, is_injected, trainable_parameters
-from peftlab.methods.table import METHODS
-from peftlab.methods.targets import parameters_under
+from peftlab.methods.base import parameters_under
+from peftlab.methods.config import METHODS
+from peftlab.methods.inject import count_parameters, injection_of, is_injected, trainable_parameters
 from peftlab.models.architectures import task_head
 
 every = pytest.mark.parametrize(("method", "architecture"), COMBINATIONS)

@@ -16,9 +16,9 @@ from transformers import (
 )
 
 import peftlab
-from peftlab.methods.injection import count_parameters
-from peftlab.methods.table import config_class
-from peftlab.methods.targets import parameters_under
+from peftlab.methods.base import parameters_under
+from peftlab.methods.config import config_class
+from peftlab.methods.inject import count_parameters
 from peftlab.models.architectures import task_head
 
 LARGE = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096}

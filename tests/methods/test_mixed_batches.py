@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import peftlab
 from peftlab import BitFitConfig, HoulsbyConfig, LoraConfig, PeftlabError
-from peftlab.methods.adapter_set import BASE
 from peftlab.methods.config import FullConfig, MethodConfig
+from peftlab.methods.inject import BASE
 
 LORA = {
     "q": LoraConfig(r=4, lora_alpha=8),

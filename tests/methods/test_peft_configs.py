@@ -11,7 +11,7 @@ from tiny_models import base, batch, logits
 
 import peftlab
 from peftlab.errors import PeftlabError
-from peftlab.methods.injection import injection_of, trainable_parameters
+from peftlab.methods.inject import injection_of, trainable_parameters
 
 peft = pytest.importorskip("peft")
 

@@ -15,7 +15,7 @@ from torch import nn
 import peftlab
 from peftlab import BitFitConfig, HoulsbyConfig, LoraConfig, PeftlabError
 from peftlab.methods.config import MethodConfig
-from peftlab.methods.injection import injection_of
+from peftlab.methods.inject import injection_of
 
 LORA: dict[str, LoraConfig] = {
     "plain": LoraConfig(r=4, lora_alpha=8),

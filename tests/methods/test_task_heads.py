@@ -18,8 +18,8 @@ from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import peftlab
-from peftlab.methods.injection import trainable_parameters
-from peftlab.methods.targets import parameters_under
+from peftlab.methods.base import parameters_under
+from peftlab.methods.inject import trainable_parameters
 from peftlab.models.architectures import task_head
 
 TASKS = (

@@ -9,7 +9,7 @@ import torch.multiprocessing as mp
 from tiny_models import batch, trained
 from torch.nn.parallel import DistributedDataParallel
 
-from peftlab.methods.injection import trainable_parameters
+from peftlab.methods.inject import trainable_parameters
 
 COMBINATIONS = [("lora", "llama"), ("houlsby", "bert"), ("bitfit", "bert")]
 

@@ -11,9 +11,8 @@ import transformers
 from torch import Tensor, nn
 
 import peftlab
-from peftlab.methods.config import MethodConfig
-from peftlab.methods.injection import trainable_parameters
-from peftlab.methods.table import METHODS, config_class
+from peftlab.methods.config import METHODS, MethodConfig, config_class
+from peftlab.methods.inject import trainable_parameters
 
 D, LAYERS, LABELS, BATCH, TOKENS = 32, 2, 3, 4, 12
 

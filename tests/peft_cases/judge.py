@@ -23,7 +23,7 @@ from transformers.utils import logging
 import peftlab
 from peftlab.checkpoints.merge import merge_checkpoint
 from peftlab.errors import PeftlabError
-from peftlab.methods.injection import trainable_parameters
+from peftlab.methods.inject import trainable_parameters
 from tests.peft_cases.cases import Case
 
 STEPS = ("load", "train", "save", "merge", "merge on disk")

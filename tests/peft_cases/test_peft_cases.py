@@ -12,7 +12,7 @@ from pathlib import Path
 import peft
 import pytest
 
-from peftlab.methods.lora.config import REFUSED
+from peftlab.methods.config import PEFT_REFUSED
 from tests.peft_cases.__main__ import every, table
 from tests.peft_cases.cases import Case
 from tests.peft_cases.document import BEGIN, END, PAGE, by_name, rows
@@ -87,7 +87,7 @@ def test_the_page_has_every_field_and_row() -> None:
     page = PAGE.read_text(encoding="utf-8")
     missing = [f.name for f in dataclasses.fields(peft.LoraConfig) if f"`{f.name}`" not in page]
     assert not missing
-    assert not [key for key in REFUSED if f"`{key}`" not in page.partition("## What is refused")[2]]
+    assert not [key for key in PEFT_REFUSED if f"`{key}`" not in page.partition("## What is refused")[2]]
     generated = page.partition(BEGIN)[2].partition(END)[0].strip().splitlines()
     assert [line.split(" | ")[0].removeprefix("| ") for line in generated[2:]] == list(rows())
     assert not {name for names in rows().values() for name in names} - by_name().keys()

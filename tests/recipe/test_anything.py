@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from peftlab.drafting.config import DraftData, DraftObjective
 from peftlab.errors import PeftlabError
-from peftlab.methods.table import METHODS, config_class
+from peftlab.methods.config import METHODS, config_class
 from peftlab.recipe.load import load_recipe
 from peftlab.recipe.schema import KINDS, DraftRecipe, FinetuneRecipe
 from peftlab.tasks.config import DataConfig

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from peftlab.drafting.config import DraftData, DraftObjective
 from peftlab.drafting.table import DRAFTS
-from peftlab.methods.table import METHODS, config_class
+from peftlab.methods.config import METHODS, config_class
 from peftlab.recipe import library
 from peftlab.recipe.document import json_schema, reference_markdown
 from peftlab.recipe.errors import fields

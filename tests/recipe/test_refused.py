@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from peftlab.errors import PeftlabError
-from peftlab.methods.injection import inject, make_config
+from peftlab.methods.inject import inject, make_config
 from peftlab.recipe.load import load_recipe
 from peftlab.references import locate
 from tests.packages import MINILM
@@ -40,7 +40,7 @@ def test_what_local_blocks_would_keep() -> None:
     from transformers import AutoConfig
 
     from peftlab.models.costs import count_step
-    from peftlab.models.empty import empty_model
+    from peftlab.models.load import empty_model
 
     place = locate(MINILM)
     if not Path(place).exists():

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from peftlab.errors import PeftlabError
-from peftlab.methods.table import METHODS
+from peftlab.methods.config import METHODS
 from peftlab.recipe.load import Cell, dump_recipe, load_recipe, table_cells
 from peftlab.recipe.schema import TableRecipe
 from peftlab.training.config import TrainConfig

@@ -22,11 +22,11 @@ from transformers import (
 import peftlab
 from peftlab.drafting.config import ModelDraft
 from peftlab.drafting.pruning import kept_units
-from peftlab.methods.injection import count_parameters
-from peftlab.methods.targets import layer_index, parameters_under
+from peftlab.methods.base import layer_index, parameters_under
+from peftlab.methods.inject import count_parameters
 from peftlab.models.architectures import task_head
 from peftlab.models.costs import count_step
-from peftlab.models.empty import empty_model
+from peftlab.models.load import empty_model
 from peftlab.recipe.load import load_recipe, table_cells
 from peftlab.recipe.schema import DraftTableRecipe, FinetuneRecipe, TableRecipe, injected_method
 from peftlab.references import locate

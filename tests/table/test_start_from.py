@@ -11,7 +11,7 @@ from transformers import AutoModelForSequenceClassification
 
 from peftlab.checkpoints.adapter import save_adapter
 from peftlab.errors import PeftlabError
-from peftlab.methods.injection import inject, make_config, trainable_parameters
+from peftlab.methods.inject import inject, make_config, trainable_parameters
 from peftlab.pipelines.finetune import start_from
 
 

@@ -35,7 +35,7 @@ from transformers import (
 
 import peftlab
 from peftlab.errors import PeftlabError
-from peftlab.methods.injection import trainable_parameters
+from peftlab.methods.inject import trainable_parameters
 from peftlab.pipelines.finetune import FinetuneResults
 from peftlab.pipelines.recipes import run
 from peftlab.tasks.config import DataConfig

@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import peftlab
 from peftlab.errors import PeftlabError
 from peftlab.methods.config import FullConfig
-from peftlab.methods.injection import trainable_parameters
+from peftlab.methods.inject import trainable_parameters
 from peftlab.tasks import language as likelihood
 from peftlab.tasks.config import DataConfig
 from peftlab.tasks.conversations import Completion, Conversation

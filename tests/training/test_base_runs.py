@@ -19,7 +19,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from peftlab.drafting.text import weights_digest
 from peftlab.errors import PeftlabError
 from peftlab.models.config import BaseConfig
-from peftlab.models.pretrained import load_base
+from peftlab.models.load import load_base
 from peftlab.models.quantised import dequantised, quantise, quantised_linears
 from peftlab.pipelines.evaluate import evaluate
 from peftlab.pipelines.recipes import resume, run, run_recipe
@@ -203,9 +203,7 @@ def test_mistakes(changes: dict[str, Any], message: str) -> None:
 
 def test_without_bitsandbytes_the_extra_is_named(chat: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = importlib.util.find_spec
-    monkeypatch.setattr(
-        "peftlab.models.pretrained.find_spec", lambda name: None if name == "bitsandbytes" else found(name)
-    )
+    monkeypatch.setattr("peftlab.models.load.find_spec", lambda name: None if name == "bitsandbytes" else found(name))
     with pytest.raises(PeftlabError, match=r"nf4 needs bitsandbytes.*pip install 'peftlab\[quantised\]'"):
         run(chat / "recipe.yaml", [f"output_dir={tmp_path / 'run'}"])
     assert not (tmp_path / "run").exists()

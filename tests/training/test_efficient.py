@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from peftlab.errors import PeftlabError
-from peftlab.methods.injection import inject, make_config, trainable_parameters
-from peftlab.methods.targets import layer_index
+from peftlab.methods.base import layer_index
+from peftlab.methods.inject import inject, make_config, trainable_parameters
 from peftlab.training.config import EmulatedHardware, SampledExamples, TrainConfig
 from peftlab.training.efficient import (
     Emulation,
@@ -197,9 +197,9 @@ def test_what_a_run_costs(still, rows, tmp_path):
     """The sum over its batches, as shapes alone say it; the same when it is resumed; half without the lower layer."""
     from transformers import AutoConfig
 
-    from peftlab.methods.injection import inject, make_config
+    from peftlab.methods.inject import inject, make_config
     from peftlab.models.costs import count_step
-    from peftlab.models.empty import empty_model
+    from peftlab.models.load import empty_model
 
     values = tiny.recipe(still, rows, tmp_path / "run", "lora", epochs=1)
     method = {"name": "lora", "r": 2, "lora_alpha": 4, "target_modules": "all-linear"}

@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from peftlab.errors import PeftlabError
-from peftlab.methods.injection import trainable_parameters
-from peftlab.models.pretrained import eval_mode
+from peftlab.methods.inject import trainable_parameters
+from peftlab.models.load import eval_mode
 from peftlab.tasks.batches import epoch_batches
 from peftlab.training.loop import prefetch
 from peftlab.training.optimiser import lr_factor

@@ -15,7 +15,7 @@ from transformers import BertForSequenceClassification
 import peftlab
 from peftlab.checkpoints.merge import merge_checkpoint
 from peftlab.environment import resolve_device
-from peftlab.models.pretrained import load_base
+from peftlab.models.load import load_base
 from peftlab.pipelines.recipes import resume
 
 pytestmark = pytest.mark.device

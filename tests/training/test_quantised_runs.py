@@ -17,7 +17,7 @@ from peftlab.checkpoints.quantised import nf4_values
 from peftlab.cli.app import app
 from peftlab.errors import PeftlabError
 from peftlab.models.config import BaseConfig
-from peftlab.models.pretrained import load_base
+from peftlab.models.load import load_base
 from peftlab.pipelines.merge import Combining, run_merge
 from peftlab.pipelines.recipes import run
 

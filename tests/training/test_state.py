@@ -17,7 +17,7 @@ from accelerate import Accelerator
 
 import peftlab
 from peftlab.errors import PeftlabError
-from peftlab.methods.injection import trainable_parameters
+from peftlab.methods.inject import trainable_parameters
 from peftlab.pipelines.directory import launch
 from peftlab.training import state
 from peftlab.training.state import Progress, load_checkpoint, read_checkpoint, save_checkpoint

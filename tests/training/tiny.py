@@ -147,7 +147,7 @@ def prepare(values: dict[str, Any]) -> tuple[Any, Any]:
     """Return a recipe's ``train`` section and training problem, seeded and injected as a run does it."""
     from accelerate.utils import set_seed
 
-    from peftlab.methods.injection import inject
+    from peftlab.methods.inject import inject
     from peftlab.pipelines.finetune import load_task
     from peftlab.recipe.schema import FinetuneRecipe, injected_method
 

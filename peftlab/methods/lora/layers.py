@@ -1,4 +1,4 @@
-"""Leaves with a low-rank addition, and which modules can become one.
+"""The leaves of LoRA: a model's own leaves with a low-rank addition, and those with trained rows or copies beside them.
 
 In the layout of a linear map, W is (out, in), A (r, in), B (out, r) and the update scale·B·A. GPT-2's ``Conv1D``
 and embeddings store Wᵀ; convolutions are linear maps over flattened windows.
@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from peftlab.errors import PeftlabError
-from peftlab.methods.leaf import (
+from peftlab.methods.base import (
     FOLDING,
     Adapted,
     AnyLeaf,
@@ -30,133 +30,25 @@ from peftlab.methods.leaf import (
     recast,
     with_weight,
 )
-from peftlab.methods.lora.config import Start
-from peftlab.methods.lora.fold import fold_bias, fold_weight, leading_part, one_thread, row_norms
-from peftlab.methods.lora.function import Weight, dropout, frozen_linear, low_rank_linear
-from peftlab.models.architectures import conv1d, inside
+from peftlab.methods.config import Start
+from peftlab.methods.lora.functional import (
+    FOLD_BLOCK,
+    Weight,
+    dropout,
+    expert_factors,
+    fold_bias,
+    fold_weight,
+    frozen_linear,
+    leading_part,
+    low_rank_linear,
+    one_thread,
+    row_norms,
+)
+from peftlab.models.architectures import conv1d
 from peftlab.models.quantised import dequantised, is_quantised, weight_shape
 from peftlab.untyped import Function, Parameters
 
 Map = Callable[[Tensor], Tensor]
-
-
-@dataclass(frozen=True)
-class _Places:
-    """Rows that get an addition, and the others, by their numbers; ``order``: the place of each row behind both."""
-
-    own: Tensor
-    others: Tensor
-    order: Tensor
-
-
-class Gate:
-    """Says on which rows the additions of a model act; all leaves of a gated model have the same one.
-
-    It is closed at first: no row gets an addition.
-    """
-
-    def __init__(self) -> None:
-        self._places: _Places | None = None
-
-    def show(self, rows: Tensor | None) -> None:
-        """Let the additions act on these rows of the following passes, booleans of the batch [b, n]; None: on none.
-
-        They stay as they are until the next call: a backward pass that computes layers again needs them, too.
-        """
-        if rows is None:
-            self._places = None
-            return
-        flat = rows.flatten()
-        own, others = flat.nonzero()[:, 0], (~flat).nonzero()[:, 0]
-        self._places = _Places(own, others, torch.cat((others, own)).argsort())
-
-    @contextmanager
-    def over(self, rows: Tensor) -> Iterator[None]:
-        """Within the block the additions act on these rows; afterwards as before."""
-        before = self._places
-        self.show(rows)
-        try:
-            yield
-        finally:
-            self._places = before
-
-    def split(self, x: Tensor, plain: Map, adapted: Map) -> Tensor:
-        """Return ``adapted`` of the rows with additions and ``plain`` of the others, for x [b, n, in].
-
-        The others get no gradient: no parameter that trains is computed with before them.
-
-        Raises:
-            PeftlabError: x has other rows than the batch.
-        """
-        if self._places is None:
-            return plain(x)
-        flat = x.reshape(-1, x.shape[-1])
-        self._check(flat, self._places)
-        with torch.no_grad():
-            others = plain(flat[self._places.others])
-        y = torch.cat((others, adapted(flat[self._places.own]).to(others.dtype)))[self._places.order]
-        return y.view(*x.shape[:-1], -1)
-
-    def add(self, y: Tensor, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
-        """Add x·Aᵀ·Bᵀ to the rows of y [..., out] with additions, in place, for x [..., in]; for inference."""
-        if self._places is not None:
-            own, flat = self._places.own, x.reshape(-1, x.shape[-1])
-            self._check(flat, self._places)
-            y.view(-1, y.shape[-1]).index_add_(0, own, flat[own].mm(a.t()).mm(b.t()))
-        return y
-
-    @staticmethod
-    def _check(flat: Tensor, places: _Places) -> None:
-        if len(flat) != len(places.order):
-            raise PeftlabError(
-                f"a gated addition is given {len(flat)} rows of a batch of {len(places.order)}: its module does not "
-                "see one row for each token; take it out of target_modules"
-            )
-
-
-class LowRankAddition(Protocol):
-    """What is used of an adapted leaf: scale·B·A."""
-
-    scale: float
-
-    def factors(self) -> tuple[Tensor, Tensor]: ...
-
-
-class MixedLinear(AnyLeaf):
-    """A linear map with the low-rank additions of several adapters: W0·x for all rows at once, s·B·A·x for its own.
-
-    The additions are computed as one adapter alone computes them (``LowRankLinear``), in the same order, on the rows of
-    each, and added in place.
-
-    Attributes:
-        additions: of each adapter that changes the leaf, its number and its adapted form.
-        rows: which adapter each row uses. name: the leaf's name in the model.
-    """
-
-    added = ("additions", "rows", "name")
-    additions: Sequence[tuple[int, LowRankAddition]]
-    rows: BatchRows
-    name: str
-
-    def forward(self, x: Tensor) -> Tensor:
-        if isinstance(self, nn.Linear) and is_quantised(self):
-            y = frozen_linear(x, partial(dequantised, self), self.bias, self.out_features)
-        else:
-            y = super().forward(x)
-        if not self.enabled:
-            return y
-        length = self.rows.length(x, self.name)
-        y = y.contiguous()
-        with torch.autocast(x.device.type, enabled=False):
-            for number, addition in self.additions:
-                index = self.rows.index(length, (number,), x.device)
-                a, b = (factor.detach().to(y.dtype) for factor in addition.factors())
-                low = x[index].to(y.dtype).reshape(-1, x.shape[-1]).mm(a.t())  # (tokens of these rows, r)
-                mine = y[index]  # a view, where the rows are next to each other
-                mine.view(-1, y.shape[-1]).addmm_(low, b.t(), alpha=addition.scale)
-                if isinstance(index, Tensor):
-                    y[index] = mine
-        return y
 
 
 class LowRank(AnyLeaf):
@@ -446,44 +338,6 @@ def leaves() -> dict[type[nn.Module], type[LowRank]]:
     return {**_TORCHS, **dict.fromkeys(conv1d(), LoraConv1D)}
 
 
-def set_gate(model: nn.Module, gate: Gate) -> None:
-    """Let ``gate`` say on which rows of a batch the additions of an injected model act.
-
-    Raises:
-        PeftlabError: an adapted module that cannot act on some rows alone; nothing is changed.
-    """
-    leaves: list[LowRank] = []
-    for name, leaf in model.named_modules():
-        if isinstance(leaf, LoraLinear | LoraConv1D):
-            leaves.append(leaf)
-        elif isinstance(leaf, Adapted):
-            raise PeftlabError(
-                f"{name} ({leaf.base_class.__name__}) cannot take an addition on some rows of a batch alone, as linear "
-                "maps can; take it out of target_modules"
-            )
-    for leaf in leaves:
-        leaf.lora_gate = gate
-
-
-def hide_factors(model: nn.Module) -> int:
-    """Take the factors of LoRA leaves out of the parameters of a model that only computes from here on.
-
-    Its parameters and its state dict are then the base's.
-
-    Returns:
-        How many numbers they have.
-    """
-    count = 0
-    for leaf in model.modules():
-        if isinstance(leaf, LowRank):
-            for name in added_parameters(leaf):
-                factor = leaf._parameters.pop(name)
-                assert factor is not None
-                vars(leaf)[name] = factor.detach()
-                count += factor.numel()
-    return count
-
-
 def own_forward(kind: type[nn.Module]) -> bool:
     """Whether a subclass of a class in ``leaves()`` has another forward than that."""
     return not any(kind.forward is base.forward for base in leaves())
@@ -520,81 +374,319 @@ def _dora(
     return y if bias is None else y + bias
 
 
-CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-_SUMMABLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+class LoraExperts(AnyLeaf):
+    """A module whose parameters carry a low-rank addition: experts one each, a matrix (out, in) one.
+
+    Its forward is the base module's own, run on W + scale·B·A. For each adapted parameter ``p`` it holds
+    ``p_lora_A`` (experts·r, in) and ``p_lora_B`` (out, r·experts), in peft's layout.
+    """
+
+    adapted: dict[str, float]
+
+    @property
+    def added(self) -> tuple[str, ...]:  # type: ignore[override]
+        """Names of what the adapted form has beside the base's."""
+        return (*(f"{p}_lora_{side}" for p in self.adapted for side in "AB"), "adapted")
+
+    def factors(self, parameter: str) -> tuple[Tensor, Tensor]:
+        """Return A and B of one adapted parameter."""
+        return getattr(self, f"{parameter}_lora_A"), getattr(self, f"{parameter}_lora_B")
+
+    def forward(self, *args: object, **kwargs: object) -> object:
+        forward = super().forward
+        if not self.enabled:
+            return forward(*args, **kwargs)
+        own: Parameters = self._parameters
+        effective: Parameters = {name: self._effective(own[name], name) for name in self.adapted}
+        self._parameters = {**own, **effective}
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            self._parameters = own
+
+    def _effective(self, weight: Tensor, name: str) -> Tensor:
+        if weight.ndim == 2:
+            a, b = (t.to(weight.dtype) for t in self.factors(name))
+            return torch.addmm(weight, b, a, alpha=self.adapted[name])
+        a, b = (t.to(weight.dtype) for t in expert_factors(*self.factors(name), weight.shape[0]))
+        left, right = (a.mT, b.mT) if stored_transposed(self, weight) else (b, a)
+        return torch.baddbmm(weight, left, right, alpha=self.adapted[name])
+
+    def fold(self, how: Folding = FOLDING) -> dict[str, Tensor]:
+        return {
+            name: fold_weight(weight, *self.factors(name), scale, transposed=stored_transposed(self, weight), how=how)
+            for name, scale in self.adapted.items()
+            if how.only in (None, name)
+            for weight in [getattr(self, name)]
+        }
 
 
-def adaptable(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the leaves that LoRA can act on, by name."""
-    passed_over = [*never_called(model), *_skipped_without_gradient(model)]
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if leaf_kind(module) is not None and not inside(name, passed_over)
-    }
+def stored_transposed(module: nn.Module, weight: Tensor) -> bool:
+    """Whether an experts module stores a weight as (experts, in, out)."""
+    return weight.ndim == 3 and bool(getattr(module, "is_transposed", False))
 
 
-def never_called(model: nn.Module) -> list[str]:
-    """Return the output projections of ``MultiheadAttention``: it uses their weights and never calls them."""
-    return [f"{name}.out_proj".lstrip(".") for name, m in model.named_modules() if isinstance(m, nn.MultiheadAttention)]
+def adapt_experts(
+    module: nn.Module, ranks: dict[str, int], scales: dict[str, float], init: Callable[[Tensor], None]
+) -> nn.Module:
+    """Return ``module`` with a low-rank addition on the parameters named in ``ranks``."""
+    new = recast(adapted_class(LoraExperts, type(module)), module)
+    new.adapted = dict(scales)
+    for name, rank in ranks.items():
+        weight = getattr(module, name)
+        experts, d_out, d_in = (1, *weight.shape)[-3:]
+        if stored_transposed(module, weight):
+            d_out, d_in = d_in, d_out
+        dtype = weight.dtype if weight.dtype in (torch.float32, torch.float64) else torch.float32
+        a = torch.empty(rank * experts, d_in, device=weight.device, dtype=dtype)
+        init(a)
+        new.register_parameter(f"{name}_lora_A", nn.Parameter(a))
+        b = torch.zeros(d_out, rank * experts, device=weight.device, dtype=dtype)
+        new.register_parameter(f"{name}_lora_B", nn.Parameter(b))
+    return new
 
 
-def _skipped_without_gradient(model: nn.Module) -> list[str]:
-    """Return attention that torch passes over where there is no gradient: it uses the weights of the whole layer."""
-    layers = [name for name, module in model.named_modules() if isinstance(module, nn.TransformerEncoderLayer)]
-    return [f"{name}.self_attn".lstrip(".") for name in layers]
+class TokenRows(AnyLeaf):
+    """An embedding or a linear map that computes with ``token_rows`` in place of some rows of its weight.
+
+    Attributes:
+        tokens: the numbers of those rows. token_rows: their trained values (tokens, width).
+        places: for each row of the weight its place in ``token_rows``, or −1.
+    """
+
+    added = ("token_rows", "tokens", "places")
+    tokens: tuple[int, ...]
+    token_rows: nn.Parameter
+    places: Tensor
+    weight: Tensor
+    bias: nn.Parameter | None
+
+    def forward(self, input: Tensor) -> Tensor:
+        base = self.base_class.forward(self, input)
+        if not self.enabled:
+            return base
+        if isinstance(self, nn.Embedding):
+            place = self.places[input]
+            table = with_weight(self, self.token_rows)
+            assert isinstance(table, nn.Embedding)
+            table.padding_idx = None  # a row of the whole weight
+            rows = self.base_class.forward(table, place.clamp_min(0))
+            return torch.where((place >= 0)[..., None], rows.to(base.dtype), base)
+        index = torch.tensor(self.tokens, device=base.device)
+        rows = F.linear(input, self.token_rows.to(input.dtype), None if self.bias is None else self.bias[index])
+        return base.index_copy(-1, index, rows.to(base.dtype))
+
+    def fold(self, how: Folding = FOLDING) -> dict[str, Tensor]:
+        weight, rows = self.weight.detach(), self.token_rows.detach()
+        folded = weight if how.in_place else torch.empty_like(weight, dtype=how.stored)
+        if folded.is_meta:
+            return {"weight": folded}
+        index = torch.tensor(self.tokens, device=folded.device)
+        step = max(1, FOLD_BLOCK // weight.shape[1])
+        for start in range(0, len(weight), step):
+            old, new = weight[start : start + step], folded[start : start + step]
+            own = (index >= start) & (index < start + step)
+            before = old.to(how.precision, copy=True)
+            if not how.in_place:
+                new.copy_(old)
+            new[index[own] - start] = rows[own].to(new.dtype)
+            if how.watch is not None:
+                after = before.clone()
+                after[index[own] - start] = rows[own].to(how.precision)
+                how.watch(before, after - before, after, new)
+        return {"weight": folded}
 
 
-def reason_against(model: nn.Module, name: str) -> str:
-    """Return why LoRA does not act on the module ``name``."""
-    if inside(name, never_called(model)):
-        return "attention uses its weights and never calls it; name the MultiheadAttention"
-    if inside(name, _skipped_without_gradient(model)):
-        return "without gradients torch's TransformerEncoderLayer uses its weights and does not call it"
-    acts_on = f"LoRA acts on {', '.join(kind.__name__ for kind in leaves())} outside the task head"
-    return why_not(model.get_submodule(name)) or acts_on
+class OwnCopy(AnyLeaf):
+    """A leaf that computes with ``own_<name>``, its trained copy of each parameter ``<name>`` that others share.
+
+    Attributes:
+        shared: names of those parameters; they stay W0, which the other modules use.
+    """
+
+    shared: tuple[str, ...]
+
+    @property
+    def added(self) -> tuple[str, ...]:  # type: ignore[override]
+        """Names of what the adapted form has beside the base's."""
+        return (*(f"own_{name}" for name in self.shared), "shared")
+
+    def forward(self, *args: object, **kwargs: object) -> object:
+        forward = super().forward
+        if not self.enabled:
+            return forward(*args, **kwargs)
+        all_of_it = self._parameters
+        self._parameters = {**all_of_it, **{name: all_of_it[f"own_{name}"] for name in self.shared}}
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            self._parameters = all_of_it
+
+    def fold(self, how: Folding = FOLDING) -> dict[str, Tensor]:
+        return {name: getattr(self, f"own_{name}").detach().clone() for name in self.shared}
 
 
-def leaf_kind(module: nn.Module) -> type[LowRank] | None:
-    """Return the leaf that adapts ``module``, or None: it is of no class in ``leaves()``, or of a subclass that
-    computes something else with its weight (``why_not``)."""
-    known = leaves()
-    kind = next((known[base] for base in type(module).__mro__ if base in known), None)
-    return kind if kind is not None and not why_not(module) else None
+def with_own_copy(leaf: nn.Module, shared: list[str]) -> nn.Module:
+    """Return ``leaf`` with a copy of its own of the parameters named ``shared``."""
+    new = recast(adapted_class(OwnCopy, type(leaf)), leaf)
+    new.shared = tuple(shared)
+    for name in shared:
+        new.register_parameter(f"own_{name}", nn.Parameter(getattr(leaf, name).detach().clone()))
+    return new
 
 
-def why_not(module: nn.Module) -> str:
-    """Return why LoRA cannot act on an instance of a subclass of a class in ``leaves()``; "" for any other module."""
-    if isinstance(module, nn.MultiheadAttention) and module.in_proj_weight is None:
-        return "its queries, keys and values have different widths"
-    own, weight = own_forward(type(module)), module._parameters.get("weight")
-    if type(module) in (known := leaves()) or not isinstance(module, tuple(known)):
-        return ""
-    if weight is None:
-        return "its weight is computed of other parameters"
-    if is_quantised(module):
-        return ""
-    if weight.dtype not in _SUMMABLE:
-        return f"its weight is stored as {str(weight.dtype).removeprefix('torch.')}"
-    if own and isinstance(module, CONVOLUTIONS):
-        return "its forward is not that of a plain convolution"
-    if any(name in vars(module) for name in LowRank.added):
-        return "it has attributes that are called as LoRA's"
-    if own and (module._modules or module._parameters.keys() - {"weight", "bias"}):
-        return "its forward uses other parameters too"
-    if own and isinstance(module, nn.Linear) and not _maps_rows(module):
-        return "its forward returns something other than W·x"
-    return ""
+class LowRankAddition(Protocol):
+    """What is used of an adapted leaf: scale·B·A."""
+
+    scale: float
+
+    def factors(self) -> tuple[Tensor, Tensor]: ...
 
 
-def _maps_rows(module: nn.Linear) -> bool:
-    """Whether the module's forward returns (..., out) of (..., in), by shapes alone."""
-    empty = recast(type(module), module)
-    for name, parameter in module._parameters.items():
-        if parameter is not None:
-            empty._parameters[name] = nn.Parameter(parameter.detach().to("meta"), requires_grad=False)
-    try:
-        y = empty.forward(torch.empty(2, module.in_features, dtype=module.weight.dtype, device="meta"))
-    except (AttributeError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError):
-        return False
-    return isinstance(y, Tensor) and y.shape == (2, module.out_features)
+class MixedLinear(AnyLeaf):
+    """A linear map with the low-rank additions of several adapters: W0·x for all rows at once, s·B·A·x for its own.
+
+    The additions are computed as one adapter alone computes them (``LowRankLinear``), in the same order, on the rows of
+    each, and added in place.
+
+    Attributes:
+        additions: of each adapter that changes the leaf, its number and its adapted form.
+        rows: which adapter each row uses. name: the leaf's name in the model.
+    """
+
+    added = ("additions", "rows", "name")
+    additions: Sequence[tuple[int, LowRankAddition]]
+    rows: BatchRows
+    name: str
+
+    def forward(self, x: Tensor) -> Tensor:
+        if isinstance(self, nn.Linear) and is_quantised(self):
+            y = frozen_linear(x, partial(dequantised, self), self.bias, self.out_features)
+        else:
+            y = super().forward(x)
+        if not self.enabled:
+            return y
+        length = self.rows.length(x, self.name)
+        y = y.contiguous()
+        with torch.autocast(x.device.type, enabled=False):
+            for number, addition in self.additions:
+                index = self.rows.index(length, (number,), x.device)
+                a, b = (factor.detach().to(y.dtype) for factor in addition.factors())
+                low = x[index].to(y.dtype).reshape(-1, x.shape[-1]).mm(a.t())  # (tokens of these rows, r)
+                mine = y[index]  # a view, where the rows are next to each other
+                mine.view(-1, y.shape[-1]).addmm_(low, b.t(), alpha=addition.scale)
+                if isinstance(index, Tensor):
+                    y[index] = mine
+        return y
+
+
+@dataclass(frozen=True)
+class _Places:
+    """Rows that get an addition, and the others, by their numbers; ``order``: the place of each row behind both."""
+
+    own: Tensor
+    others: Tensor
+    order: Tensor
+
+
+class Gate:
+    """Says on which rows the additions of a model act; all leaves of a gated model have the same one.
+
+    It is closed at first: no row gets an addition.
+    """
+
+    def __init__(self) -> None:
+        self._places: _Places | None = None
+
+    def show(self, rows: Tensor | None) -> None:
+        """Let the additions act on these rows of the following passes, booleans of the batch [b, n]; None: on none.
+
+        They stay as they are until the next call: a backward pass that computes layers again needs them, too.
+        """
+        if rows is None:
+            self._places = None
+            return
+        flat = rows.flatten()
+        own, others = flat.nonzero()[:, 0], (~flat).nonzero()[:, 0]
+        self._places = _Places(own, others, torch.cat((others, own)).argsort())
+
+    @contextmanager
+    def over(self, rows: Tensor) -> Iterator[None]:
+        """Within the block the additions act on these rows; afterwards as before."""
+        before = self._places
+        self.show(rows)
+        try:
+            yield
+        finally:
+            self._places = before
+
+    def split(self, x: Tensor, plain: Map, adapted: Map) -> Tensor:
+        """Return ``adapted`` of the rows with additions and ``plain`` of the others, for x [b, n, in].
+
+        The others get no gradient: no parameter that trains is computed with before them.
+
+        Raises:
+            PeftlabError: x has other rows than the batch.
+        """
+        if self._places is None:
+            return plain(x)
+        flat = x.reshape(-1, x.shape[-1])
+        self._check(flat, self._places)
+        with torch.no_grad():
+            others = plain(flat[self._places.others])
+        y = torch.cat((others, adapted(flat[self._places.own]).to(others.dtype)))[self._places.order]
+        return y.view(*x.shape[:-1], -1)
+
+    def add(self, y: Tensor, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        """Add x·Aᵀ·Bᵀ to the rows of y [..., out] with additions, in place, for x [..., in]; for inference."""
+        if self._places is not None:
+            own, flat = self._places.own, x.reshape(-1, x.shape[-1])
+            self._check(flat, self._places)
+            y.view(-1, y.shape[-1]).index_add_(0, own, flat[own].mm(a.t()).mm(b.t()))
+        return y
+
+    @staticmethod
+    def _check(flat: Tensor, places: _Places) -> None:
+        if len(flat) != len(places.order):
+            raise PeftlabError(
+                f"a gated addition is given {len(flat)} rows of a batch of {len(places.order)}: its module does not "
+                "see one row for each token; take it out of target_modules"
+            )
+
+
+def set_gate(model: nn.Module, gate: Gate) -> None:
+    """Let ``gate`` say on which rows of a batch the additions of an injected model act.
+
+    Raises:
+        PeftlabError: an adapted module that cannot act on some rows alone; nothing is changed.
+    """
+    leaves: list[LowRank] = []
+    for name, leaf in model.named_modules():
+        if isinstance(leaf, LoraLinear | LoraConv1D):
+            leaves.append(leaf)
+        elif isinstance(leaf, Adapted):
+            raise PeftlabError(
+                f"{name} ({leaf.base_class.__name__}) cannot take an addition on some rows of a batch alone, as linear "
+                "maps can; take it out of target_modules"
+            )
+    for leaf in leaves:
+        leaf.lora_gate = gate
+
+
+def hide_factors(model: nn.Module) -> int:
+    """Take the factors of LoRA leaves out of the parameters of a model that only computes from here on.
+
+    Its parameters and its state dict are then the base's.
+
+    Returns:
+        How many numbers they have.
+    """
+    count = 0
+    for leaf in model.modules():
+        if isinstance(leaf, LowRank):
+            for name in added_parameters(leaf):
+                factor = leaf._parameters.pop(name)
+                assert factor is not None
+                vars(leaf)[name] = factor.detach()
+                count += factor.numel()
+    return count

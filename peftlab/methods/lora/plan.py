@@ -1,9 +1,13 @@
-"""LoRA (Hu et al. 2021, arXiv 2106.09685): h = W0·x + (α/r)·B·A·x with W0 frozen."""
+"""LoRA (Hu et al. 2021, arXiv 2106.09685): h = W0·x + (α/r)·B·A·x with W0 frozen.
+
+The plan: which modules the method acts on, and the leaves that it puts there.
+"""
 
 from __future__ import annotations
 
 import math
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
@@ -11,27 +15,33 @@ import torch
 from torch import Tensor, nn
 
 from peftlab.errors import PeftlabError
-from peftlab.methods.leaf import adapted_class, recast, trainable_dtype
-from peftlab.methods.lora.config import LoraConfig
-from peftlab.methods.lora.embeddings import shared_outside, token_targets, with_own_copy
-from peftlab.methods.lora.experts import adapt_experts
-from peftlab.methods.lora.layers import CONVOLUTIONS, adaptable, leaf_kind, never_called, reason_against
-from peftlab.methods.targets import (
-    ALL_LINEAR,
+from peftlab.methods.base import (
     Plan,
-    default_targets,
+    adapted_class,
     fully_trained,
-    fused_parts,
     has_suffix,
-    in_layers,
+    layer_index,
     match,
     parameters_under,
+    recast,
+    trainable_dtype,
 )
-from peftlab.models.architectures import conv1d, inside
+from peftlab.methods.config import ALL_LINEAR, LoraConfig
+from peftlab.methods.lora.layers import (
+    LowRank,
+    TokenRows,
+    adapt_experts,
+    leaves,
+    own_forward,
+    with_own_copy,
+)
+from peftlab.models.architectures import FUSED, QUERY_VALUE, conv1d, embeddings_of, inside, model_type
 from peftlab.models.quantised import is_quantised, weight_shape
 from peftlab.patterns import matching
 from peftlab.untyped import Attributes
 
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_SUMMABLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 MOST_RANK = 1 << 16  # far above any side where a low rank makes sense: factors of more could fill the memory
 
 # Why an adapter of another tool that starts from the base (``LoraConfig.start``) means nothing without it.
@@ -50,8 +60,8 @@ def lr_ratio(config: LoraConfig) -> dict[str, float]:
 def plan(model: nn.Module, config: LoraConfig) -> Plan:
     """Decide which leaves get a low-rank addition and which parameters train beside it."""
     whole = fully_trained(model, config.modules_to_save, head=config.train_head)
-    leaves = adaptable(model)
-    body = [name for name in leaves if not inside(name, whole)]
+    modules = adaptable(model)
+    body = [name for name in modules if not inside(name, whole)]
     if config.target_modules == ALL_LINEAR and not config.target_parameters:
         _note_other_weights(model)
     parts = _targets(model, config, body)
@@ -63,10 +73,10 @@ def plan(model: nn.Module, config: LoraConfig) -> Plan:
     replace: dict[str, Callable[[nn.Module], nn.Module]] = {}
     for name, rows in parts.items():
         rank = _rank(config, name)
-        _check(leaves[name], name, rank, rows, config)
+        _check(modules[name], name, rank, rows, config)
         scale = config.scale(name)
         replace[name] = partial(_adapt, rank=rank, scale=scale, rows=rows, config=config)
-        if isinstance(leaves[name], nn.MultiheadAttention):
+        if isinstance(modules[name], nn.MultiheadAttention):
             # peft (0.21) adds the update of the output projection twice, in the forward and in a merge.
             replace[f"{name}.out_proj"] = partial(_adapt, rank=rank, scale=2 * scale, rows=None, config=config)
     for module, names in experts.items():
@@ -101,48 +111,6 @@ def _note_other_weights(model: nn.Module) -> None:
             "target_parameters names those to adapt (peft takes some of them with all-linear)",
             stacklevel=2,
         )
-
-
-def matching_only(model: nn.Module, config: LoraConfig) -> tuple[LoraConfig, dict[str, list[str]]]:
-    """Return ``config`` without the names that match nothing in ``model``, and those names by field.
-
-    ``target_modules`` stays as it is if nothing that it names is there, and nothing else is named.
-    """
-    lost: dict[str, list[str]] = {}
-
-    def without(field: str, among: list[str]) -> LoraConfig:
-        wanted = getattr(config, field)
-        found: list[str] | str | None = None
-        if isinstance(wanted, str):
-            found = wanted if matching(wanted, among, what=field) else None
-        else:
-            found = [name for name in wanted or [] if any(has_suffix(other, name) for other in among)] or None
-        if found == wanted or (field == "target_modules" and not found and not config.target_parameters):
-            return config
-        lost[field] = [wanted] if isinstance(wanted, str) else [name for name in wanted if name not in (found or [])]
-        return config.model_copy(update={field: found})
-
-    config = without("modules_to_save", [name for name, _ in model.named_modules() if name])
-    config = without("target_parameters", _parameters(model))
-    whole = fully_trained(model, config.modules_to_save, head=config.train_head)
-    body = [name for name in adaptable(model) if not inside(name, whole)]
-    if config.target_modules != ALL_LINEAR:  # what names another kind of module stays, and is refused with its reason
-        without_effect = [*whole, *never_called(model)]
-        others = [name for name, _ in model.named_modules() if name and not inside(name, without_effect)]
-        config = without("target_modules", [*others, *fused_parts(model, body)])
-    if config.exclude_modules:
-        config = without("exclude_modules", _chosen(model, config, body))
-    return config, lost
-
-
-def _biases(model: nn.Module, config: LoraConfig, targets: list[str], whole: list[str]) -> list[str]:
-    if config.bias == "none":
-        return []
-    biases = [name for name, _ in model.named_parameters() if has_suffix(name, "bias") and not inside(name, whole)]
-    if config.bias == "lora_only":
-        owners = {f"{name}.bias" for name in targets}
-        biases = [name for name in biases if name in owners]
-    return biases
 
 
 def _targets(model: nn.Module, config: LoraConfig, body: list[str]) -> dict[str, list[Tensor] | None]:
@@ -206,6 +174,64 @@ def _explicit(model: nn.Module, chosen: list[str] | str, names: list[str]) -> li
         raise
 
 
+def default_targets(model: nn.Module, linear: list[str]) -> list[str]:
+    """Return the linear maps that LoRA acts on by default: those of the table's row, or of the fallback.
+
+    Fallback for an architecture that has no row: the linear maps whose last name occurs in the table (``q_proj``,
+    ``query``, ...); if there are none, all of ``linear``.
+
+    Args:
+        linear: names of the linear maps outside the task head and the output layer.
+
+    Raises:
+        PeftlabError: a module that the row names is no linear map LoRA knows, but another kind.
+    """
+    row = QUERY_VALUE.get(model_type(model), ())
+    missing = [target for target in row if not any(has_suffix(name, target) for name in linear)]
+    for name, module in model.named_modules():
+        if any(has_suffix(name, target) for target in missing):
+            raise PeftlabError(
+                f"target_modules: {name}, which LoRA acts on by default in {model_type(model)}, is a "
+                f"{type(module).__name__} of {type(module).__module__.partition('.')[0]}, not an nn.Linear; "
+                "name other modules"
+            )
+    if row and not missing:
+        return match(linear, list(row))
+    known = {target for targets in QUERY_VALUE.values() for target in targets if "." not in target}
+    return [name for name in linear if name.rpartition(".")[2] in known] or linear
+
+
+def fused_parts(model: nn.Module, modules: Iterable[str]) -> dict[str, Tensor]:
+    """Return the parts of a model's fused projections: ``<leaf>.<part>`` to the output rows it has.
+
+    So ``target_modules=["c_attn.q", "c_attn.v"]`` acts on GPT-2's query and value alone.
+    """
+    config = getattr(model, "config", None)
+    parts: dict[str, Tensor] = {}
+    for suffix, split in FUSED.get(model_type(model), {}).items():
+        for name in modules:
+            if has_suffix(name, suffix):
+                parts |= {f"{name}.{part}": rows for part, rows in split(config).items()}
+    return parts
+
+
+def in_layers(
+    names: Iterable[str], layers: list[int] | int | None, pattern: list[str] | str | None = None
+) -> list[str]:
+    """Return those of ``names`` in the given layers; a layer that does not exist is an error."""
+    if layers is None:
+        return list(names)
+    patterns = [pattern] if isinstance(pattern, str) else pattern or []
+    numbers = {name: layer_index(name, patterns) for name in names}
+    wanted = [layers] if isinstance(layers, int) else list(layers)
+    there = sorted({number for number in numbers.values() if number is not None})
+    missing = [number for number in wanted if number not in there]
+    if missing:
+        raise PeftlabError(f"layers_to_transform: no layer {missing[0]}; there are {there[0]} to {there[-1]}"
+                           if there else "layers_to_transform: the targets are in no numbered layer")  # fmt: skip
+    return [name for name, number in numbers.items() if number in wanted]
+
+
 def _expert_targets(model: nn.Module, config: LoraConfig) -> dict[str, list[str]]:
     """Return the parameters to adapt by the module that holds them."""
     if not config.target_parameters:
@@ -254,7 +280,211 @@ def _outside_leaves(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
             yield from own.items()
 
 
+def _biases(model: nn.Module, config: LoraConfig, targets: list[str], whole: list[str]) -> list[str]:
+    if config.bias == "none":
+        return []
+    biases = [name for name, _ in model.named_parameters() if has_suffix(name, "bias") and not inside(name, whole)]
+    if config.bias == "lora_only":
+        owners = {f"{name}.bias" for name in targets}
+        biases = [name for name in biases if name in owners]
+    return biases
+
+
+def token_targets(model: nn.Module, config: LoraConfig) -> dict[str, Callable[[nn.Module], nn.Module]]:
+    """Return the leaves whose tokens' rows train, with the functions that make them.
+
+    As in peft, a list of tokens belongs to the input embedding, and modules that share the input embedding's weight
+    train the same rows, unless several of them are named with different tokens. So do modules that share it by the
+    configuration alone, where the checkpoint has a matrix of its own for each.
+
+    Raises:
+        PeftlabError: a name that matches nothing, or not one embedding or linear map; a token out of range.
+    """
+    wanted = config.trainable_token_indices
+    assert wanted
+    named = {name: m for name, m in model.named_modules() if isinstance(m, nn.Embedding | nn.Linear) and leaf_kind(m)}
+    inputs, _ = embeddings_of(model)
+    embedding = next((name for name, leaf in named.items() if leaf is inputs), None)
+    if not isinstance(wanted, dict):
+        if embedding is None:
+            raise PeftlabError(
+                f"trainable_token_indices: {type(model).__name__} names no input embedding; write {{module: tokens}}"
+            )
+        wanted = {embedding: wanted}
+    tokens = {
+        name: tuple(numbers)
+        for target, numbers in wanted.items()
+        for name in match(named, [target], what="trainable_token_indices")
+    }
+    for name, numbers in tokens.items():
+        weight = named[name].weight
+        wrong = next((token for token in numbers if not 0 <= token < len(weight)), None)
+        if wrong is not None:
+            raise PeftlabError(
+                f"trainable_token_indices: {name} has {len(weight)} tokens, none with the number {wrong}"
+            )
+        if len(set(numbers)) < len(numbers):
+            raise PeftlabError(f"trainable_token_indices: a token occurs twice for {name}")
+        if type(weight.data) is not Tensor:
+            raise PeftlabError(f"trainable_token_indices: {name} holds a quantised weight")
+    if embedding not in tokens:
+        return {name: partial(_with_rows, rows=_Rows(numbers)) for name, numbers in tokens.items()}
+    shares = _tied_by_configuration(model, f"{embedding}.weight")
+    tied = {
+        name: tokens[embedding]
+        for name, leaf in named.items()
+        if leaf.weight is named[embedding].weight or f"{name}.weight" in shares
+    }
+    if any(tokens[name] != numbers for name, numbers in tied.items() if name in tokens):
+        tied = {}
+    shared = _Rows(tokens[embedding])
+    return {
+        name: partial(_with_rows, rows=shared if name in tied else _Rows(numbers))
+        for name, numbers in (tokens | tied).items()
+    }
+
+
+def _tied_by_configuration(model: nn.Module, weight: str) -> set[str]:
+    """Return the weights that the model's configuration ties to an embedding's, itself among them."""
+    expanded = getattr(model, "get_expanded_tied_weights_keys", None)
+    pairs: dict[str, str] = expanded(all_submodels=True) if expanded is not None else {}
+    origin = pairs.get(weight, weight)
+    return {origin, *(twin for twin, other in pairs.items() if other == origin)}
+
+
+def shared_outside(model: nn.Module, modules: Iterable[str]) -> dict[str, list[str]]:
+    """Return the leaves below ``modules`` that hold parameters of modules elsewhere, with the names of those."""
+    here = dict(model.named_modules())
+    users: dict[int, list[str]] = defaultdict(list)
+    for name, module in here.items():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                users[id(parameter)].append(name)
+    found: dict[str, list[str]] = {}
+    for container in modules:
+        if container not in here:  # a parameter of a head, not a module
+            continue
+        for name, leaf in here[container].named_modules(prefix=container):
+            keys = [
+                key
+                for key, parameter in leaf._parameters.items()
+                if parameter is not None and not all(inside(user, [container]) for user in users[id(parameter)])
+            ]
+            if keys:
+                found[name] = keys
+    return found
+
+
+def matching_only(model: nn.Module, config: LoraConfig) -> tuple[LoraConfig, dict[str, list[str]]]:
+    """Return ``config`` without the names that match nothing in ``model``, and those names by field.
+
+    ``target_modules`` stays as it is if nothing that it names is there, and nothing else is named.
+    """
+    lost: dict[str, list[str]] = {}
+
+    def without(field: str, among: list[str]) -> LoraConfig:
+        wanted = getattr(config, field)
+        found: list[str] | str | None = None
+        if isinstance(wanted, str):
+            found = wanted if matching(wanted, among, what=field) else None
+        else:
+            found = [name for name in wanted or [] if any(has_suffix(other, name) for other in among)] or None
+        if found == wanted or (field == "target_modules" and not found and not config.target_parameters):
+            return config
+        lost[field] = [wanted] if isinstance(wanted, str) else [name for name in wanted if name not in (found or [])]
+        return config.model_copy(update={field: found})
+
+    config = without("modules_to_save", [name for name, _ in model.named_modules() if name])
+    config = without("target_parameters", _parameters(model))
+    whole = fully_trained(model, config.modules_to_save, head=config.train_head)
+    body = [name for name in adaptable(model) if not inside(name, whole)]
+    if config.target_modules != ALL_LINEAR:  # what names another kind of module stays, and is refused with its reason
+        without_effect = [*whole, *never_called(model)]
+        others = [name for name, _ in model.named_modules() if name and not inside(name, without_effect)]
+        config = without("target_modules", [*others, *fused_parts(model, body)])
+    if config.exclude_modules:
+        config = without("exclude_modules", _chosen(model, config, body))
+    return config, lost
+
+
+def adaptable(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the leaves that LoRA can act on, by name."""
+    passed_over = [*never_called(model), *_skipped_without_gradient(model)]
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if leaf_kind(module) is not None and not inside(name, passed_over)
+    }
+
+
+def never_called(model: nn.Module) -> list[str]:
+    """Return the output projections of ``MultiheadAttention``: it uses their weights and never calls them."""
+    return [f"{name}.out_proj".lstrip(".") for name, m in model.named_modules() if isinstance(m, nn.MultiheadAttention)]
+
+
+def _skipped_without_gradient(model: nn.Module) -> list[str]:
+    """Return attention that torch passes over where there is no gradient: it uses the weights of the whole layer."""
+    layers = [name for name, module in model.named_modules() if isinstance(module, nn.TransformerEncoderLayer)]
+    return [f"{name}.self_attn".lstrip(".") for name in layers]
+
+
+def reason_against(model: nn.Module, name: str) -> str:
+    """Return why LoRA does not act on the module ``name``."""
+    if inside(name, never_called(model)):
+        return "attention uses its weights and never calls it; name the MultiheadAttention"
+    if inside(name, _skipped_without_gradient(model)):
+        return "without gradients torch's TransformerEncoderLayer uses its weights and does not call it"
+    acts_on = f"LoRA acts on {', '.join(kind.__name__ for kind in leaves())} outside the task head"
+    return why_not(model.get_submodule(name)) or acts_on
+
+
+def leaf_kind(module: nn.Module) -> type[LowRank] | None:
+    """Return the leaf that adapts ``module``, or None: it is of no class in ``leaves()``, or of a subclass that
+    computes something else with its weight (``why_not``)."""
+    known = leaves()
+    kind = next((known[base] for base in type(module).__mro__ if base in known), None)
+    return kind if kind is not None and not why_not(module) else None
+
+
+def why_not(module: nn.Module) -> str:
+    """Return why LoRA cannot act on an instance of a subclass of a class in ``leaves()``; "" for any other module."""
+    if isinstance(module, nn.MultiheadAttention) and module.in_proj_weight is None:
+        return "its queries, keys and values have different widths"
+    own, weight = own_forward(type(module)), module._parameters.get("weight")
+    if type(module) in (known := leaves()) or not isinstance(module, tuple(known)):
+        return ""
+    if weight is None:
+        return "its weight is computed of other parameters"
+    if is_quantised(module):
+        return ""
+    if weight.dtype not in _SUMMABLE:
+        return f"its weight is stored as {str(weight.dtype).removeprefix('torch.')}"
+    if own and isinstance(module, CONVOLUTIONS):
+        return "its forward is not that of a plain convolution"
+    if any(name in vars(module) for name in LowRank.added):
+        return "it has attributes that are called as LoRA's"
+    if own and (module._modules or module._parameters.keys() - {"weight", "bias"}):
+        return "its forward uses other parameters too"
+    if own and isinstance(module, nn.Linear) and not _maps_rows(module):
+        return "its forward returns something other than W·x"
+    return ""
+
+
+def _maps_rows(module: nn.Linear) -> bool:
+    """Whether the module's forward returns (..., out) of (..., in), by shapes alone."""
+    empty = recast(type(module), module)
+    for name, parameter in module._parameters.items():
+        if parameter is not None:
+            empty._parameters[name] = nn.Parameter(parameter.detach().to("meta"), requires_grad=False)
+    try:
+        y = empty.forward(torch.empty(2, module.in_features, dtype=module.weight.dtype, device="meta"))
+    except (AttributeError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError):
+        return False
+    return isinstance(y, Tensor) and y.shape == (2, module.out_features)
+
+
 def _rank(config: LoraConfig, name: str) -> int:
+    """Return the rank of the module or parameter ``name``; raises ``PeftlabError`` if it is too large."""
     rank = config.rank(name)
     if rank > MOST_RANK:
         raise PeftlabError(f"r={rank} of {name} is larger than {MOST_RANK}")
@@ -262,6 +492,7 @@ def _rank(config: LoraConfig, name: str) -> int:
 
 
 def _check(leaf: nn.Module, name: str, rank: int, rows: list[Tensor] | None, config: LoraConfig) -> None:
+    """Raise ``PeftlabError`` if the leaf ``name`` cannot have the low-rank addition that ``config`` describes."""
     if isinstance(leaf, nn.MultiheadAttention) and (config.use_dora or config.lora_bias):
         raise PeftlabError(f"target_modules: {name} is a MultiheadAttention, which has neither use_dora nor lora_bias")
     matrix = str(getattr(leaf_kind(leaf), "matrix", "weight"))
@@ -299,6 +530,7 @@ def _check(leaf: nn.Module, name: str, rank: int, rows: list[Tensor] | None, con
 
 
 def _adapt(leaf: nn.Module, *, rank: int, scale: float, rows: list[Tensor] | None, config: LoraConfig) -> nn.Module:
+    """Return ``leaf`` with its low-rank addition; of a fused projection, on the output ``rows`` of each named part."""
     kind = leaf_kind(leaf)
     assert kind is not None
     new = recast(adapted_class(kind, type(leaf)), leaf)
@@ -338,7 +570,32 @@ def _adapt(leaf: nn.Module, *, rank: int, scale: float, rows: list[Tensor] | Non
 
 
 def _fill_a(a: Tensor, config: LoraConfig, rank: int) -> None:
+    """Draw the starting values of A (r, in), in place."""
     if config.init_lora_weights == "gaussian":
         nn.init.normal_(a, std=1 / rank)
     else:
         nn.init.kaiming_uniform_(a, a=math.sqrt(5))
+
+
+class _Rows:
+    """The rows of ``tokens``, which the leaves that are made with this object share."""
+
+    def __init__(self, tokens: tuple[int, ...]) -> None:
+        self.tokens = tokens
+        self.parameter: nn.Parameter | None = None
+
+    def of(self, weight: Tensor) -> nn.Parameter:
+        if self.parameter is None:
+            start = weight.detach()[torch.tensor(self.tokens, device=weight.device)]
+            self.parameter = nn.Parameter(start.to(trainable_dtype(weight)))
+        return self.parameter
+
+
+def _with_rows(leaf: nn.Module, *, rows: _Rows) -> nn.Module:
+    new = recast(adapted_class(TokenRows, type(leaf)), leaf)
+    new.tokens = rows.tokens
+    new.register_parameter("token_rows", rows.of(new.weight))
+    places = torch.full((len(new.weight),), -1, device=new.weight.device)
+    places[torch.tensor(rows.tokens, device=places.device)] = torch.arange(len(rows.tokens), device=places.device)
+    new.register_buffer("places", places, persistent=False)
+    return new

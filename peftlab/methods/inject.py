@@ -1,0 +1,647 @@
+"""Injecting a method into a model, disabling and removing it, and switching between several adapters of one model.
+
+One adapter is active, the others are stored as named tensors beside their layers. The active one is what was injected
+last or chosen by ``set_adapter``: its leaves are in the model, and exactly its parameters require a gradient. The
+leaves of every other one are out of the model. The parameter that is called ``q_proj.lora_A`` while its adapter NAME is
+active is called ``q_proj.lora_A.NAME`` while it is not: part of the state dict, and moved with the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from os import PathLike
+from typing import Protocol, TypeVar
+
+import torch
+from pydantic import ValidationError
+from torch import Tensor, nn
+
+from peftlab.errors import PeftlabError, did_you_mean
+from peftlab.methods.base import (
+    Adapted,
+    Plan,
+    added_parameters,
+    base_leaf,
+    exchange,
+    from_layer,
+    fully_trained,
+    like_adapted,
+)
+from peftlab.methods.config import METHODS, MethodConfig, config_class, own_config
+from peftlab.models.quantised import elements, keep_layout
+from peftlab.registry import resolve
+from peftlab.untyped import Attributes
+
+ModelT = TypeVar("ModelT", bound=nn.Module)
+DEFAULT = "default"  # the name of an adapter that was given none, as in peft
+BASE = "__base__"  # the base model among the adapters of a batch's rows, as in peft
+# Attributes of a model: its active injection, its stored adapters by name, and whether they are being exchanged.
+_ACTIVE = "peftlab_injection"
+_OTHERS = "peftlab_others"
+_CHANGING = "peftlab_changing"
+_SAVE = "save_pretrained"
+
+
+class PeftConfig(Protocol):
+    """A configuration object of peft's, such as its ``LoraConfig``."""
+
+    @property
+    def peft_type(self) -> object: ...
+
+
+def inject(model: ModelT, config: MethodConfig | PeftConfig, *, name: str = DEFAULT) -> ModelT:
+    """Put ``config``'s method into ``model`` in place and return it; only the adapter requires a gradient.
+
+    The model keeps its class, its forward and the names of its parameters. The instance has one new attribute, until
+    ``merge`` or ``remove``: its ``save_pretrained`` writes the adapter directory (``SavePretrained``). Injection is
+    all or nothing: on an error the model is as it was. A model on the meta device is planned and counted like any
+    other.
+
+    Args:
+        config: of a method; or peft's ``LoraConfig``, whose task type says whether the task head trains.
+        name: the adapter's. A model can have several; this one becomes the active one.
+
+    Raises:
+        PeftlabError: the model has an adapter of that name, a pattern matches nothing, nothing would train, or
+            what would train in place is stored in 4 or 8 bits.
+    """
+    config = own_config(config)
+    with room_for_adapter(model, name):
+        keep_layout(model)
+        plan = plan_injection(model, config)
+        if not plan.replace and not plan.train:
+            raise PeftlabError(f"method {config.name} would train no parameter of {type(model).__name__}")
+        refuse_patched({leaf: model.get_submodule(leaf) for leaf in plan.replace})
+        parameters = dict(model.named_parameters())
+        for trained in plan.train:
+            if not parameters[trained].is_floating_point():
+                raise PeftlabError(
+                    f"method {config.name} would train {trained} in place, which is stored in 4 or 8 bits: codes have "
+                    "no gradient. Load the base, or this module (llm_int8_skip_modules), in 16 or 32 bits, or choose "
+                    "lora"
+                )
+        adapted = {leaf: make(model.get_submodule(leaf)) for leaf, make in plan.replace.items()}
+        originals = {trained: on_cpu(parameters[trained]) for trained in plan.train}
+        was_trainable = [key for key, parameter in parameters.items() if parameter.requires_grad]
+        # Nothing above has touched the model; nothing below can fail.
+        model.requires_grad_(False)
+        for trained in plan.train:
+            parameters[trained].requires_grad_(True)
+        exchange(model, adapted)
+        attach(model, Injection(config, list(adapted), originals, was_trainable, name=name))
+    return model
+
+
+def plan_injection(model: nn.Module, config: MethodConfig) -> Plan:
+    """Return what ``config``'s method would change in ``model``, in the layers that it names; changes nothing."""
+    plan: Plan = resolve(METHODS.find(config.name).plan)(model, config)
+    if config.first_layer is None:
+        return plan
+    return from_layer(model, plan, config.first_layer, fully_trained(model, config.modules_to_save))
+
+
+def inject_lora(
+    model: ModelT,
+    r: int = 8,
+    lora_alpha: float = 16,
+    lora_dropout: float = 0.0,
+    target_modules: list[str] | str | None = None,
+    **options: object,
+) -> ModelT:
+    """Put LoRA (arXiv 2106.09685) into ``model`` in place and return it: h = W0·x + (α/r)·B·A·x.
+
+    Only A, B and the task head (where the model has one) require a gradient afterwards.
+
+    Args:
+        r: rank. lora_alpha: α. lora_dropout: dropout on the low-rank branch.
+        target_modules: name suffixes, one full-match regular expression, or ``"all-linear"``; None for the
+            architecture's query and value projections.
+        options: the other fields of ``peftlab.LoraConfig``.
+
+    Raises:
+        PeftlabError: a value out of range, a target that matches nothing, or a model injected already.
+    """
+    named: Attributes = {"r": r, "lora_alpha": lora_alpha, "lora_dropout": lora_dropout}
+    return inject(model, make_config("lora", **named, target_modules=target_modules, **options))
+
+
+def inject_houlsby(model: ModelT, bottleneck: int | None = None, **options: object) -> ModelT:
+    """Put bottleneck adapters (arXiv 1902.00751) into ``model`` in place and return it.
+
+    y = h + W_up·f(W_down·h + b_down) + b_up after each attention and feed-forward sub-layer, before the
+    residual. The adapters, all LayerNorms and the task head (where the model has one) train afterwards.
+
+    Args:
+        bottleneck: width m; default 64, or by ``reduction_factor``.
+        options: the other fields of ``peftlab.HoulsbyConfig``.
+
+    Raises:
+        PeftlabError: a value out of range, an architecture that is not known, or a model injected already.
+    """
+    return inject(model, make_config("houlsby", bottleneck=bottleneck, **options))
+
+
+def inject_bitfit(model: ModelT, biases: list[str] | str = "all", **options: object) -> ModelT:
+    """Train the biases of ``model`` (arXiv 2106.10199) and its task head, in place, and return it.
+
+    Args:
+        biases: ``"all"``; ``"sparse"`` for the query's and the FFN's first bias; or name suffixes of the
+            modules whose biases train.
+        options: the other fields of ``peftlab.BitFitConfig``.
+
+    Raises:
+        PeftlabError: the model has no biases, or not those asked for, or it is injected already.
+    """
+    return inject(model, make_config("bitfit", biases=biases, **options))
+
+
+def make_config(method: str, /, **fields: object) -> MethodConfig:
+    """Return the configuration of a method by name; a wrong field raises ``PeftlabError``."""
+    kind = config_class(method)
+    try:
+        return kind(**fields)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key, unknown = ".".join(map(str, first["loc"])), first["type"] == "extra_forbidden"
+        hint = did_you_mean(key, kind.model_fields) if unknown else ""
+        reason = "unknown field" if unknown else first["msg"].removeprefix("Value error, ")
+        raise PeftlabError(": ".join(filter(None, (method, key, reason))) + hint) from None
+
+
+def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the adapter: exactly the parameters that require a gradient, by name, in the model's order."""
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def count_parameters(model: nn.Module) -> tuple[int, int]:
+    """Return (trainable, all) parameter counts; shared parameters count once, 4-bit ones by their weights."""
+    sizes = [(elements(parameter), parameter.requires_grad) for parameter in model.parameters()]
+    return sum(n for n, trains in sizes if trains), sum(n for n, _ in sizes)
+
+
+def print_trainable_parameters(model: nn.Module) -> None:
+    """Print trainable and total parameter counts and their ratio on one line."""
+    trainable, total = count_parameters(model)
+    print(f"trainable params: {trainable:,} || all params: {total:,} || trainable%: {100 * trainable / total:.4f}")
+
+
+@contextmanager
+def disabled(model: nn.Module) -> Iterator[None]:
+    """Within the block ``model`` is the base model: parameters trained in place have their old values too."""
+    injection = injection_of(model)
+    leaves = [module for module in model.modules() if isinstance(module, Adapted)]
+    trained = swap(model, injection.originals)
+    for leaf in leaves:
+        leaf.enabled = False
+    try:
+        yield
+    finally:
+        for leaf in leaves:
+            vars(leaf).pop("enabled", None)
+        swap(model, trained)
+
+
+def remove(model: ModelT) -> ModelT:
+    """Remove every adapter in place and return the base model, bit for bit; the adapters are lost."""
+    injection_of(model)
+    with rearranged(model) as others:
+        others.clear()
+        return remove_active(model)
+
+
+def reconfigure(model: nn.Module, config: MethodConfig) -> None:
+    """Give an injected model another configuration, in place; its trained parameters remain the same objects.
+
+    An adapter that was trained with another α or dropout then computes, and is saved, with its own configuration.
+
+    Raises:
+        PeftlabError: the configuration trains other parameters than the model's; the model is as it was.
+    """
+    injection = injection_of(model)
+    if config == injection.config:
+        return
+    with rearranged(model):
+        before = {name: model.get_submodule(name) for name in injection.replaced}
+        with base_leaves(model):
+            plan = plan_injection(model, config)
+            after = {name: make(model.get_submodule(name)) for name, make in plan.replace.items()}
+        old, new = (
+            {f"{name}.{key}": p.shape for name, leaf in leaves.items() for key, p in leaf.named_parameters()}
+            | dict.fromkeys(in_place, torch.Size())
+            for leaves, in_place in (
+                (before, injection.originals.keys() - set(injection.frozen)),
+                (after, plan.train),
+            )
+        )
+        differ = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
+        if differ:
+            raise PeftlabError(
+                f"another configuration for this model would change what it trains, {differ[0]} for one; "
+                "peftlab.remove(model) takes the injection out first"
+            )
+        for name, leaf in after.items():
+            for key, parameter in before[name].named_parameters():
+                owner, _, last = key.rpartition(".")
+                leaf.get_submodule(owner)._parameters[last] = parameter
+        exchange(model, after)
+        attach(model, replace(injection, config=config, replaced=list(after)))
+
+
+@contextmanager
+def base_leaves(model: nn.Module) -> Iterator[None]:
+    """Within the block the leaves of ``model`` are those of its base, with the values that they have now."""
+    before = {name: model.get_submodule(name) for name in injection_of(model).replaced} if is_injected(model) else {}
+    exchange(model, {name: base_leaf(leaf) for name, leaf in before.items()})
+    try:
+        yield
+    finally:
+        exchange(model, before)
+
+
+def set_frozen_values(model: nn.Module, values: dict[str, Tensor]) -> None:
+    """Give frozen parameters of ``model`` the values that its adapter contains, in place of those of an earlier call.
+
+    ``remove`` and ``disabled`` restore the base's.
+
+    Args:
+        model: injected.
+        values: by the parameters' names.
+    """
+    injection = injection_of(model)
+    swap(model, {name: injection.originals.pop(name) for name in injection.frozen})
+    injection.originals |= swap(model, values)
+    injection.frozen = tuple(values)
+    for name in injection.replaced:
+        leaf = model.get_submodule(name)
+        if isinstance(leaf, Adapted) and any(f"{name}.{key}" in values for key, _ in leaf.named_parameters()):
+            leaf.update_start()
+
+
+@dataclass
+class Injection:
+    """What was done to a model; an attribute of the model, so that it is copied and pickled along.
+
+    Attributes:
+        config: the method's configuration.
+        replaced: names of the leaves that were replaced.
+        originals: the base's values of parameters that the adapter changes in place, on the CPU.
+        was_trainable: names of the parameters that required a gradient before.
+        frozen: names of those in ``originals`` that do not train: the adapter contains other values than the base.
+        name: the adapter's name.
+    """
+
+    config: MethodConfig
+    replaced: list[str]
+    originals: dict[str, Tensor]
+    was_trainable: list[str]
+    frozen: tuple[str, ...] = ()
+    name: str = DEFAULT
+
+
+@dataclass
+class Stored:
+    """An adapter that is not active.
+
+    Attributes:
+        injection: what is injected when it is active.
+        leaves: its adapted leaves by name. Only what they add to the base's is used.
+        values: its values of the model's own parameters that it changes, by name.
+        trains: names of the parameters that require a gradient when it is active.
+    """
+
+    injection: Injection
+    leaves: dict[str, nn.Module]
+    values: dict[str, nn.Parameter | None]
+    trains: set[str]
+
+    def tensors(self) -> Iterator[tuple[str, dict[str, nn.Parameter | None], str]]:
+        """Yield for each of its tensors the parameter's name when active, the dict that holds it and its key there."""
+        for name, leaf in self.leaves.items():
+            for key in added_parameters(leaf):
+                owner, _, last = key.rpartition(".")
+                yield f"{name}.{key}", leaf.get_submodule(owner)._parameters, last
+        for name in self.values:
+            yield name, self.values, name
+
+
+class StoredTensors(nn.Module):
+    """Tensors of the adapters that are not active, by adapter name.
+
+    It is a child of the layer, under the name that the parameter has there when its adapter is active.
+    """
+
+
+def is_injected(model: nn.Module) -> bool:
+    """Whether an adapter is active in ``model``."""
+    return hasattr(model, _ACTIVE)
+
+
+def injection_of(model: nn.Module) -> Injection:
+    """Return what was injected into ``model``; raises ``PeftlabError`` if nothing was."""
+    if not is_injected(model):
+        name = type(model).__name__
+        raise PeftlabError(f"this {name} has no injected method; call peftlab.inject(model, config) first")
+    return getattr(model, _ACTIVE)
+
+
+def loaded_adapters(model: nn.Module) -> list[str]:
+    """Return the names of the adapters in ``model``, the active one first, then the latest that was active."""
+    active = [injection_of(model).name] if is_injected(model) else []
+    return active + list(reversed(_others(model)))
+
+
+def attach(model: nn.Module, injection: Injection) -> None:
+    """Record ``injection`` on the model, whose ``save_pretrained`` writes the adapter from now on."""
+    setattr(model, _ACTIVE, injection)
+    if hasattr(type(model), _SAVE):
+        setattr(model, _SAVE, SavePretrained(model))
+
+
+def detach(model: ModelT, injection: Injection) -> ModelT:
+    """Undo ``attach``: the parameters that required a gradient before the injection do so again."""
+    trainable = set(injection.was_trainable)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name in trainable)
+    delattr(model, _ACTIVE)
+    vars(model).pop(_SAVE, None)
+    return model
+
+
+def refuse_patched(leaves: Mapping[str, nn.Module]) -> None:
+    """Raise ``PeftlabError`` if one of the leaves, by name, has a forward that would go on computing what it did."""
+    patched = next((name for name, leaf in leaves.items() if "forward" in vars(leaf)), None)
+    if patched is not None:
+        raise PeftlabError(
+            f"{patched} has a forward of its own (accelerate's dispatch sets one), which would hide the adapter; "
+            "inject, switch and remove adapters before the model is dispatched"
+        )
+
+
+def refuse_others(model: nn.Module, what: str) -> None:
+    """Raise ``PeftlabError`` if the model has adapters beside the active one, whose base ``what`` would change."""
+    others = list(_others(model))
+    if others:
+        raise PeftlabError(
+            f"{what}: the adapters {', '.join(others)} are in the model too, and belong to its present weights; "
+            "peftlab.delete_adapter takes them out, peftlab.add_weighted_adapter makes one adapter of several"
+        )
+
+
+def swap(model: nn.Module, values: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Set parameters to ``values`` and return what they were, on the CPU."""
+    before = {}
+    with torch.no_grad():
+        for name, value in values.items():
+            parameter = model.get_parameter(name)
+            before[name] = on_cpu(parameter)
+            parameter.copy_(value)
+    return before
+
+
+def on_cpu(parameter: nn.Parameter) -> Tensor:
+    """Return a copy of a parameter's values, on the CPU; of a parameter on the meta device, there."""
+    held = parameter.detach()
+    return held.clone() if held.is_meta else held.to("cpu", copy=True)
+
+
+def set_adapter(model: nn.Module, name: str) -> None:
+    """Make the adapter ``name`` the active one, in place: what computes, trains, and is saved, merged or disabled.
+
+    Raises:
+        PeftlabError: no adapter of that name, or within ``disabled`` or ``adapter_names``.
+    """
+    _check_loaded(model, name)
+    if is_injected(model) and injection_of(model).name == name:
+        return
+    with rearranged(model) as others:
+        store_active(model, others)
+        activate_stored(model, others.pop(name))
+
+
+def delete_adapter(model: nn.Module, name: str) -> None:
+    """Take the adapter ``name`` out of the model, in place; its values are lost.
+
+    If it is the active one, the one that was active before it becomes active; if it is the only one, ``model`` is
+    the base model afterwards, as after ``remove``.
+
+    Raises:
+        PeftlabError: no adapter of that name, or within ``disabled`` or ``adapter_names``.
+    """
+    _check_loaded(model, name)
+    with rearranged(model) as others:
+        if name in others:
+            del others[name]
+            return
+        remove_active(model)
+        if others:
+            activate_stored(model, others.popitem()[1])
+
+
+@contextmanager
+def active_only(model: ModelT, name: str | None = None) -> Iterator[ModelT]:
+    """Within the block the adapter ``name`` (default: the active one) is active, and the model has no other tensors."""
+    before = injection_of(model).name
+    name = before if name is None else name
+    _check_loaded(model, name)
+    with rearranged(model) as others:
+        if name != before:
+            store_active(model, others)
+            activate_stored(model, others[name])
+        try:
+            yield model
+        finally:
+            if name != before:
+                store_active(model, {})
+                activate_stored(model, others.pop(before))
+
+
+@contextmanager
+def room_for_adapter(model: nn.Module, name: str) -> Iterator[None]:
+    """Within the block an adapter called ``name`` can be injected: the others are put aside, and back after an error.
+
+    Raises:
+        PeftlabError: not a name, or one that is taken.
+    """
+    _check_name(name)
+    if name in loaded_adapters(model):
+        here = next(i for i in _injections(model) if i.name == name)
+        raise PeftlabError(
+            f"the model holds a {here.config.name} injection already (adapter {name}); "
+            "name another, or peftlab.remove(model) takes it out, peftlab.merge(model) folds it in"
+        )
+    with rearranged(model) as others:
+        before = injection_of(model).name if is_injected(model) else None
+        store_active(model, others)
+        try:
+            yield
+        except BaseException:
+            if before is not None:
+                activate_stored(model, others.pop(before))
+            raise
+
+
+@contextmanager
+def without_adapters(model: nn.Module) -> Iterator[dict[str, Stored]]:
+    """Within the block ``model`` is the base model; yields its adapters by name, the active one included."""
+    with rearranged(model) as others:
+        active = injection_of(model).name if is_injected(model) else None
+        store_active(model, others)
+        try:
+            yield others
+        finally:
+            if active is not None:
+                activate_stored(model, others.pop(active))
+
+
+@contextmanager
+def rearranged(model: nn.Module) -> Iterator[dict[str, Stored]]:
+    """Within the block the stored adapters are those yielded, to be changed, and have no tensors in the model."""
+    others = _others(model)
+    leaves = {name: model.get_submodule(name) for injection in _injections(model) for name in injection.replaced}
+    if hasattr(model, _CHANGING) or any(isinstance(leaf, Adapted) and not leaf.enabled for leaf in leaves.values()):
+        raise PeftlabError("adapters cannot be changed or saved within peftlab.disabled or peftlab.adapter_names")
+    refuse_patched(leaves)
+    _hide(model, others)
+    setattr(model, _CHANGING, True)
+    try:
+        yield others
+    finally:
+        delattr(model, _CHANGING)
+        vars(model).pop(_OTHERS, None)
+        if others:
+            setattr(model, _OTHERS, others)
+        _show(model, others)
+
+
+def store_active(model: nn.Module, others: dict[str, Stored]) -> None:
+    """Store the active adapter, if there is one, in ``others``: ``model`` is the base model afterwards."""
+    if not is_injected(model):
+        return
+    injection = injection_of(model)
+    leaves = {name: model.get_submodule(name) for name in injection.replaced}
+    values: dict[str, nn.Parameter | None] = {
+        name: nn.Parameter(model.get_parameter(name).detach().clone(), requires_grad=False)
+        for name in injection.originals
+    }
+    trains = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    for leaf in leaves.values():
+        for parameter in added_parameters(leaf).values():
+            parameter.requires_grad_(False)
+    remove_active(model)
+    others[injection.name] = Stored(injection, leaves, values, trains)
+
+
+def activate_stored(model: nn.Module, stored: Stored) -> None:
+    """Make a stored adapter the active one of ``model``, which has none."""
+    exchange(model, {name: like_adapted(leaf, model.get_submodule(name)) for name, leaf in stored.leaves.items()})
+    with torch.no_grad():
+        for name, value in stored.values.items():
+            assert value is not None
+            model.get_parameter(name).copy_(value)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name in stored.trains)
+    attach(model, stored.injection)
+
+
+def remove_active(model: ModelT) -> ModelT:
+    """Take the active adapter out: ``model`` is the base model afterwards, bit for bit."""
+    injection = injection_of(model)
+    swap(model, injection.originals)
+    exchange(model, {name: base_leaf(model.get_submodule(name)) for name in injection.replaced})
+    return detach(model, injection)
+
+
+def _others(model: nn.Module) -> dict[str, Stored]:
+    return getattr(model, _OTHERS, {})
+
+
+def _injections(model: nn.Module) -> list[Injection]:
+    active = [injection_of(model)] if is_injected(model) else []
+    return active + [stored.injection for stored in _others(model).values()]
+
+
+def _check_loaded(model: nn.Module, name: str) -> None:
+    names = loaded_adapters(model)
+    if name not in names:
+        here = f"it has {', '.join(names)}" if names else "it has none"
+        raise PeftlabError(f"this {type(model).__name__} has no adapter {name!r}: {here}{did_you_mean(name, names)}")
+
+
+def _check_name(name: str) -> None:
+    if not isinstance(name, str) or not name or "." in name or name == BASE:
+        raise PeftlabError(f"an adapter cannot be called {name!r}: a name has no dot, is not empty and not {BASE}")
+
+
+def _show(model: nn.Module, others: dict[str, Stored]) -> None:
+    """Put the tensors of stored adapters into the model, each under the parameter's name and the adapter's."""
+    for adapter, stored in others.items():
+        for name, owner, key in stored.tensors():
+            place = model
+            for part in name.split("."):
+                # By registry: an attribute of this name may be the active adapter's parameter.
+                inner = place._modules.get(part)
+                if inner is None:
+                    inner = place._modules[part] = StoredTensors()
+                place = inner
+            place._parameters[adapter] = owner[key]
+
+
+def _hide(model: nn.Module, others: dict[str, Stored]) -> None:
+    """Undo ``_show``; where the model's tensors have been exchanged since (``to_empty``), keep the new ones."""
+    found: dict[tuple[str, str], nn.Parameter | None] = {}
+    for prefix, module in list(model.named_modules()) if others else []:
+        if isinstance(module, StoredTensors):
+            found |= {(prefix, adapter): parameter for adapter, parameter in module._parameters.items()}
+        for key in [key for key, child in module._modules.items() if isinstance(child, StoredTensors)]:
+            del module._modules[key]
+    for adapter, stored in others.items():
+        for name, owner, key in stored.tensors():
+            owner[key] = found.get((name, adapter), owner[key])
+
+
+# A name, resolved at the call: checkpoints/ imports methods/. This is the one place that names a package above its own.
+_WRITER = "peftlab.checkpoints.adapter:save_adapter"
+# Options of transformers' that make no difference for an adapter's one small file.
+_HARMLESS = {"max_shard_size", "safe_serialization", "save_original_format", "save_peft_format", "token"}
+
+
+class SavePretrained:
+    """``save_pretrained`` of one injected model, an attribute of the instance.
+
+    The method of the model's class would write W0 beside the adapter's parameters, and ``from_pretrained`` would load
+    the base model from that without a warning. A copy or a pickle of the model has its own ``SavePretrained``.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def __call__(
+        self,
+        save_directory: str | PathLike[str],
+        is_main_process: bool = True,
+        state_dict: Mapping[str, Tensor] | None = None,
+        **options: object,
+    ) -> None:
+        """Write the adapter directory, as ``peftlab.save_adapter`` does.
+
+        Args:
+            is_main_process: False writes nothing.
+            state_dict: values to write in place of the model's own, as a Trainer gathers them from many processes.
+            options: transformers' other options; those that would change what is written are refused.
+
+        Raises:
+            PeftlabError: as ``save_adapter``; or an option that an adapter directory cannot honour.
+        """
+        refused = next((key for key, value in options.items() if value and key not in _HARMLESS), None)
+        if refused:
+            raise PeftlabError(
+                f"save_pretrained: this model contains an adapter, which is written without {refused}; "
+                "peftlab.merge(model) makes it a plain model first"
+            )
+        if is_main_process:
+            resolve(_WRITER)(self.model, save_directory, state_dict=state_dict)
+
+    def __reduce__(self) -> tuple[type[SavePretrained], tuple[nn.Module]]:
+        return SavePretrained, (self.model,)
