@@ -270,7 +270,11 @@ def read_config(path: Path) -> dict[str, Json]:
 
 
 def text_or_none(raw: Mapping[str, Json], key: str, path: Path) -> str | None:
-    """Return the value of a key of the file at ``path``, which is a string, null or absent."""
+    """Return the value of a key of the file at ``path``, which is a string, null or absent.
+
+    Args:
+        raw: the file's object. key: in it. path: for messages.
+    """
     value = raw.get(key)
     if not isinstance(value, str | None):
         raise PeftlabError(f"{path}: {key}: {value!r} is not a string")
@@ -424,6 +428,9 @@ def _state_dict(directory: Path, *names: str) -> dict[str, Tensor]:
 def read_loralib(path: Path, lora_alpha: float | None) -> tuple[MethodConfig, dict[str, Tensor]]:
     """Return method and tensors of a loralib state dict, whose α is not in the file.
 
+    Args:
+        path: the file. lora_alpha: α, as the reader knows it.
+
     Raises:
         PeftlabError: ``lora_alpha`` is None, or the file contains no ``lora_A``.
     """
@@ -488,7 +495,11 @@ def _read_for(model: nn.Module, source: str | Path | Adapter, lora_alpha: float 
 
 
 def resolve_adapter(model: nn.Module, adapter: Adapter) -> Adapter:
-    """Return ``adapter`` with the configuration that it has in ``model``, a base model; see ``resolve_names``."""
+    """Return ``adapter`` with the configuration that it has in ``model``, a base model; see ``resolve_names``.
+
+    Args:
+        model: a base model, without an adapter. adapter: as it was read.
+    """
     if not isinstance(adapter.config, LoraConfig):
         return adapter
     if not adapter.base:
@@ -604,6 +615,9 @@ def by_parameter_name(model: nn.Module, tensors: Mapping[str, Tensor], *, source
 
     A module trained whole may train its own copy of tied weights, and a file may contain a tied tensor under both
     names.
+
+    Args:
+        model: with the adapter injected. tensors: by the names in the file. source: the adapter's path, for messages.
     """
     trained, twins = trainable_parameters(model), tied_twins(model)
     keys: dict[str, str] = {}
@@ -618,7 +632,11 @@ def by_parameter_name(model: nn.Module, tensors: Mapping[str, Tensor], *, source
 
 
 def fill(model: nn.Module, tensors: Mapping[str, Tensor], *, source: str) -> None:
-    """Copy ``tensors`` into the adapter parameters of ``model``: a bijection, or an error and no change."""
+    """Copy ``tensors`` into the adapter parameters of ``model``: a bijection, or an error and no change.
+
+    Args:
+        model: with the adapter injected. tensors: by its parameter names. source: the adapter's path, for messages.
+    """
     check_fit(model, tensors, source=source)
     parameters = trainable_parameters(model)
     with torch.no_grad():
@@ -627,7 +645,11 @@ def fill(model: nn.Module, tensors: Mapping[str, Tensor], *, source: str) -> Non
 
 
 def check_fit(model: nn.Module, tensors: Mapping[str, Tensor], *, source: str) -> None:
-    """Raise ``PeftlabError`` unless ``tensors`` are those of the adapter parameters of ``model``, name by name."""
+    """Raise ``PeftlabError`` unless ``tensors`` are those of the adapter parameters of ``model``, name by name.
+
+    Args:
+        model: with the adapter injected. tensors: by its parameter names. source: the adapter's path, for messages.
+    """
     parameters = trainable_parameters(model)
     unused = sorted(set(tensors) - set(parameters))
     unfilled = sorted(set(parameters) - set(tensors))

@@ -298,7 +298,11 @@ class SingleExpert:
 
 
 def single_expert(architecture: str, module: str) -> SingleExpert | None:
-    """Return the expert and matrix that a module name of an older checkpoint means; None for any other name."""
+    """Return the expert and matrix that a module name of an older checkpoint means; None for any other name.
+
+    Args:
+        architecture: the model's class. module: a module's name in the adapter.
+    """
     found = re.fullmatch(r"(?P<container>.+)\.(?P<expert>\d+)\.(?P<matrix>\w+)", module)
     if found is None or architecture not in SINGLE_EXPERTS:
         return None

@@ -248,7 +248,11 @@ def _is_plain(place: Path) -> bool:
 
 
 def refuse_overlap(out: Path, base: Path) -> None:
-    """Refuse an output that is, is inside or contains the base directory."""
+    """Refuse an output that is, is inside or contains the base directory.
+
+    Args:
+        out: the directory to write. base: the directory of the base model.
+    """
     if contains(base, out) or contains(out, base):
         raise PeftlabError(f"{out} is, is inside or contains the base directory {base}; choose another directory")
 
@@ -324,6 +328,9 @@ def copy_side_files(base: Path, adapter: Path | None, out: Path) -> list[str]:
 
     The tokenizer is the adapter's or run's if that directory has one (its vocabulary may have grown), else the
     base's. A symbolic link out of its directory is not followed: its target may be private.
+
+    Args:
+        base: the base's directory. adapter: the adapter's or run's; None where it has none. out: the merged one.
     """
     homes = [adapter / "adapter", adapter] if adapter is not None else []
     own = next((home for home in homes if (home / "tokenizer_config.json").exists()), None)
@@ -331,7 +338,11 @@ def copy_side_files(base: Path, adapter: Path | None, out: Path) -> list[str]:
 
 
 def write_model_config(plan: MergePlan, out: Path) -> None:
-    """Write ``config.json``, and ``generation_config.json`` where the model generates and none was copied."""
+    """Write ``config.json``, and ``generation_config.json`` where the model generates and none was copied.
+
+    Args:
+        plan: of the merge. out: the merged directory.
+    """
     model = plan.model
     if isinstance(model, PlainModel):
         left_out = ("torch_dtype", "_name_or_path")  # the earlier name of dtype; where the base was
@@ -549,7 +560,11 @@ def _quoted(value: object) -> object:
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a Markdown table."""
+    """Return a Markdown table.
+
+    Args:
+        header: the columns' names. rows: their cells.
+    """
     lines = [header, ("---",) * len(header), *rows]
     return "\n".join(f"| {' | '.join(prose(cell) for cell in line)} |" for line in lines)
 
@@ -567,7 +582,11 @@ def code(text: str) -> str:
 
 
 def fence(text: str, language: str) -> str:
-    """Return ``text`` as a fenced block, whatever fences it contains."""
+    """Return ``text`` as a fenced block, whatever fences it contains.
+
+    Args:
+        text: the block's lines. language: after the opening fence; may be empty.
+    """
     ticks = "`" * max(3, _longest_run(text) + 1)
     return f"{ticks}{language}\n{text.rstrip()}\n{ticks}"
 

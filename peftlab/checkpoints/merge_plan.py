@@ -571,6 +571,9 @@ def plain_task_model(
 
     The base's files contain exactly the parameters of the class that the base's configuration and the adapter name,
     and the adapter contains low-rank factors of its layers and nothing else.
+
+    Args:
+        adapter: as it was read. directory: the base's. shards: its weight files. options: of the merge.
     """
     if not _factors_of_layers(adapter) or adapter.base.get("format"):
         return None
@@ -645,7 +648,11 @@ def task_model(adapter: Adapter, base: Path, *, source: str, trust_remote_code: 
 def closest_model(
     adapter: Adapter, base: Path, *, source: str, trust_remote_code: bool = False
 ) -> tuple[PreTrainedModel, list[str]]:
-    """Return the model that lacks fewest of the adapter's modules, and what it lacks; else as ``task_model``."""
+    """Return the model that lacks fewest of the adapter's modules, and what it lacks; else as ``task_model``.
+
+    Args:
+        adapter: as it was read. base: the base's directory. source, trust_remote_code: as for ``task_model``.
+    """
     config = load_config(str(base), trust_remote_code=trust_remote_code)
     trained = adapter.base.get("config")
     if isinstance(trained, dict) and trained:

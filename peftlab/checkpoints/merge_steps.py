@@ -230,7 +230,11 @@ def replaced(name: str, before: Tensor | None, value: Tensor, stored: Tensor) ->
 
 
 def out_of_range(value: Tensor, stored: Tensor) -> tuple[int, int]:
-    """Return how many elements of ``value`` became infinite, and how many 0, when it was converted to ``stored``."""
+    """Return how many elements of ``value`` became infinite, and how many 0, when it was converted to ``stored``.
+
+    Args:
+        value: before the conversion. stored: after it, of the same shape.
+    """
     overflow = underflow = 0
     for old, new in _blocks(value, stored):
         underflow += _nonzero(old) - _nonzero(new)

@@ -278,6 +278,9 @@ def new_names(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
 
     Renaming is transformers' own for checkpoints: a module has the name that its weight gets, and a whole tensor its
     own. Names that the model has, or that no renaming leads to, are left out.
+
+    Args:
+        model: a base model. names: of the adapter's tensors, by our parameter names.
     """
     known = {name for name, _ in (*model.named_modules(), *model.named_parameters(remove_duplicate=False))}
     weights = {}
@@ -444,7 +447,11 @@ def split_embeddings(
 
 
 def changed_embeddings(model: nn.Module, saved: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], tuple[str, ...]]:
-    """Return those of the embeddings in a file that differ from the base model's, and a note on each."""
+    """Return those of the embeddings in a file that differ from the base model's, and a note on each.
+
+    Args:
+        model: with the adapter injected. saved: the embeddings in the file, by parameter name.
+    """
     changed: dict[str, Tensor] = {}
     notes = []
     for name, tensor in saved.items():
@@ -488,6 +495,9 @@ def to_peft_key(name: str, model: nn.Module) -> str:
     ``<module>.lora_A`` becomes ``<module>.lora_A.weight``; weight and bias of an adapted leaf belong to its
     ``base_layer``; of several parameters of one experts module, the last one's factors are outermost and each
     earlier one's a ``base_layer`` deeper.
+
+    Args:
+        name: of the parameter. model: with the adapter injected.
     """
     module_name, _, last = name.rpartition(".")
     module = model.get_submodule(module_name)
@@ -519,6 +529,9 @@ def to_peft_config(model: nn.Module, injection: Injection, reference: str | None
     In some mixtures of experts peft treats every ``gate_proj`` and the like as expert weights; those that are linear
     maps are named by their matrix, in ``target_parameters``. peft has no dropout there, so none is written. (It has no
     DoRA there either, and refuses such an adapter.)
+
+    Args:
+        model: with the adapter injected. injection: of the adapter. reference: of the base model, if known.
     """
     config = injection.config
     assert isinstance(config, LoraConfig)
@@ -574,6 +587,9 @@ def adapter_tensors(
 
     A leaf whose update is B·A − B0·A0 (PiSSA, OLoRA), or acts on parts of its rows, is written as the plain LoRA
     of greater rank that it equals. A tensor that is tied to another one is written under both names, as peft does.
+
+    Args:
+        model: with the adapter injected. injection: of the adapter. others: further tensors, by parameter name.
     """
     tensors = {name: parameter.detach() for name, parameter in trainable_parameters(model).items()}
     tensors |= {**(others or {}), **{name: model.get_parameter(name).detach() for name in injection.frozen}}
@@ -664,6 +680,9 @@ def short_names(model: nn.Module, replaced: list[str]) -> list[str] | str:
 
     They are the last components of the names if these do, else the full names; a regular expression where one full
     name is the end of another module's.
+
+    Args:
+        model: the base model. replaced: names of the modules with factors.
     """
     modules = [name for name, _ in model.named_modules()]
     for names in (sorted({name.rpartition(".")[2] for name in replaced}), list(replaced)):

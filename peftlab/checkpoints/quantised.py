@@ -84,7 +84,11 @@ def nest_magnitudes(magnitudes: Tensor) -> NestedMagnitudes:
 
 
 def pack_nf4(weight: Tensor, magnitudes: Tensor) -> Tensor:
-    """Return the 4-bit codes of a flat weight, two in a byte; a last one without a partner is paired with 7."""
+    """Return the 4-bit codes of a flat weight, two in a byte; a last one without a partner is paired with 7.
+
+    Args:
+        weight: (n,). magnitudes: the largest of each block of 64, (⌈n / 64⌉,).
+    """
     flat = weight.float()
     whole = len(flat) - len(flat) % BLOCK
     inverse = 1.0 / magnitudes[: whole // BLOCK].clamp(min=_SMALLEST)
@@ -99,7 +103,11 @@ def pack_nf4(weight: Tensor, magnitudes: Tensor) -> Tensor:
 
 
 def unpack_nf4(codes: Tensor, magnitudes: Tensor, count: int) -> Tensor:
-    """Return the first ``count`` weights that packed codes and block magnitudes stand for, in fp32."""
+    """Return the first ``count`` weights that packed codes and block magnitudes stand for, in fp32.
+
+    Args:
+        codes: two in a byte, (⌈count / 2⌉,). magnitudes: of the blocks, (⌈count / 64⌉,). count: of weights.
+    """
     halves = torch.stack([codes >> 4, codes & 15], 1).view(-1)[:count]
     return CODE[halves.int()] * _repeat(magnitudes, BLOCK, count)
 
@@ -179,6 +187,9 @@ def int8_values(weight: Tensor, *, dtype: torch.dtype) -> Tensor:
     """Return what int8 makes of a matrix (out, in): quantised, dequantised to ``dtype``, in fp32.
 
     The products are those of the layer that trains on a CPU: codes · (magnitude · 1/127).
+
+    Args:
+        weight: (out, in). dtype: that the model computes in.
     """
     out = torch.empty(weight.shape, dtype=torch.float32)
     rows = rows_per_step(weight)
@@ -274,7 +285,11 @@ def compress(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def decompress(codes: Tensor, scales: Tensor) -> Tensor:
-    """Return the matrix in fp32."""
+    """Return the matrix in fp32.
+
+    Args:
+        codes: (out, in). scales: (out, 1).
+    """
     return codes.float() * scales
 
 

@@ -181,6 +181,9 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
     """Write a whole file: the same tensors and metadata give the same bytes.
 
     (The safetensors package writes its metadata in an order that differs from run to run.)
+
+    Args:
+        path: the file. tensors: by key. metadata: texts for the header.
     """
     plain = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
     head, entries = layout({key: (NAMES[t.dtype], tuple(t.shape)) for key, t in plain.items()}, metadata)
@@ -273,12 +276,20 @@ _PART = 1 << 20
 
 
 def open_binary(path: Path, flags: int) -> int:
-    """Return a descriptor of a file; Windows translates no line ends in it."""
+    """Return a descriptor of a file; Windows translates no line ends in it.
+
+    Args:
+        path: the file. flags: as of ``os.open``.
+    """
     return os.open(path, flags | getattr(os, "O_BINARY", 0), 0o644)
 
 
 def read_at(descriptor: int, size: int, offset: int) -> bytes:
-    """Return up to ``size`` bytes from ``offset``; none at the end of the file."""
+    """Return up to ``size`` bytes from ``offset``; none at the end of the file.
+
+    Args:
+        descriptor: of the file. size: in bytes. offset: of the first byte.
+    """
     if hasattr(os, "pread"):
         return os.pread(descriptor, size, offset)
     with _SEEK_LOCK:
@@ -287,7 +298,11 @@ def read_at(descriptor: int, size: int, offset: int) -> bytes:
 
 
 def read_into(descriptor: int, view: memoryview, offset: int) -> int:
-    """Fill ``view`` from ``offset`` on, and return how many bytes were read; 0 at the end of the file."""
+    """Fill ``view`` from ``offset`` on, and return how many bytes were read; 0 at the end of the file.
+
+    Args:
+        descriptor: of the file. view: memory to fill. offset: of the first byte.
+    """
     if hasattr(os, "preadv"):
         return os.preadv(descriptor, [view], offset)
     part = read_at(descriptor, min(_PART, len(view)), offset)
@@ -296,7 +311,11 @@ def read_into(descriptor: int, view: memoryview, offset: int) -> int:
 
 
 def write_at(descriptor: int, view: memoryview, offset: int) -> int:
-    """Write ``view`` at ``offset``, and return how many bytes were written."""
+    """Write ``view`` at ``offset``, and return how many bytes were written.
+
+    Args:
+        descriptor: of the file. view: memory to write. offset: of the first byte.
+    """
     if hasattr(os, "pwrite"):
         return os.pwrite(descriptor, view, offset)
     with _SEEK_LOCK:
@@ -306,6 +325,9 @@ def write_at(descriptor: int, view: memoryview, offset: int) -> int:
 
 def copy_at(source: int, target: int, size: int, begin: int, end: int) -> int:
     """Copy up to ``size`` bytes from ``begin`` of a file to ``end`` of another, and return how many were copied.
+
+    Args:
+        source, target: descriptors of the files. size: in bytes. begin, end: offsets in source and in target.
 
     Raises:
         OSError: the system, or these two file systems, cannot do so without reading them.
