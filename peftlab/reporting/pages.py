@@ -8,13 +8,18 @@ import math
 import shlex
 from collections import Counter
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from peftlab.errors import PeftlabError
 from peftlab.files import read_object, read_text, write_text
 from peftlab.reporting import facts
 from peftlab.reporting.plots import History, Line, Plot, acceptance_plots, line_plot, read_history, scatter_plot
 from peftlab.tasks.table import TASKS
+
+if TYPE_CHECKING:
+    import jinja2
 
 TEMPLATES = Path(__file__).parent / "templates"
 _CLASSES = 500  # rows of the tables of classes
@@ -104,16 +109,21 @@ def render(template: str, context: Mapping[str, object]) -> str:
         PeftlabError: jinja2 is not installed.
     """
     require("jinja2")
+    return _templates().get_template(template).render(context)
+
+
+@cache
+def _templates() -> jinja2.Environment:
+    """Return the templates, each of which is compiled once in a process."""
     import jinja2
 
-    environment = jinja2.Environment(
+    return jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    return environment.get_template(template).render(context)
 
 
 def require(module: str) -> None:

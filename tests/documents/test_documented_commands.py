@@ -1,8 +1,8 @@
 """Every command and every Python program of README and docs: executed on tiny models, or marked as out of reach.
 
 What a page shows is executed in its order, in a directory that has what the page names; the arguments below are added to
-make it short. A grid of runs, each a process of its own, is validated only: ``tests/table`` runs such grids. A command
-that needs a hub, GPUs or hours has one of ``MARKS`` in the comment behind it: its options and its recipe are checked. A
+make it short. A grid of runs, each a process of its own, is validated only: ``tests/table`` runs such grids; so is the
+launcher of several processes, of which ``tests/training`` starts some. A command that needs a hub, GPUs or hours has one of ``MARKS`` in the comment behind it: its options and its recipe are checked. A
 program that does has it in its first line, and is compiled.
 """
 
@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import shlex
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -26,7 +24,7 @@ from peftlab.cli.app import app
 from peftlab.recipe.load import load_recipe
 from tests.documents.blocks import Block, Command, blocks, commands, programs
 from tests.documents.place import CHAT, ENCODER, furnish
-from tests.training.tiny import environment
+from tests.packages import SMOLLM2
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = {str(path.relative_to(ROOT)): path.read_text() for path in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md"))}
@@ -167,16 +165,10 @@ def recipe_and_overrides(arguments: Sequence[str]) -> list[str]:
 
 
 def execute(words: Sequence[str], piped: str | None = None) -> None:
-    """Execute a command in the working directory: in this process, or as several if it is launched so."""
-    verb, arguments = parsed(words)
+    """Execute a command in the working directory, in this process."""
+    verb, arguments = parsed([CHAT if word == SMOLLM2 else word for word in words])
     short = f"{STEP} {RECIPES.get(arguments[0], '')}" if verb == "run" else VERBS.get(verb, "")
     added = [*arguments, *shlex.split(short)]
-    if words[0] == "accelerate":
-        launched = [*words[2 : words.index("peftlab") + 1], verb, *added]
-        command = [sys.executable, "-m", "accelerate.commands.launch", *launched]
-        process = subprocess.run(command, capture_output=True, text=True, env=environment(), check=False)
-        assert process.returncode == 0, process.stderr[-3000:]
-        return
     if any(argument.startswith("sweep.") for argument in arguments):  # a grid: of run's options validate has none
         verb, added = "validate", recipe_and_overrides(added)
     done = CliRunner().invoke(app, [*verb.split(), *added], input=piped or "Hello\n")

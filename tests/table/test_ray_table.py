@@ -64,6 +64,7 @@ def long_cells(values: dict[str, Any], steps: int) -> dict[str, Any]:
     return {**values, "tasks": ["glue/cola"], "train": train}
 
 
+@pytest.mark.long  # most of a minute, in which it waits for Ray
 def test_a_lost_node_changes_no_score_and_no_adapter(
     values: dict[str, Any], tmp_path: Path, cluster: Any, node: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -27,7 +27,7 @@ from peftlab.methods.inject import count_parameters
 from peftlab.models.architectures import task_head
 from peftlab.models.costs import count_step
 from peftlab.models.load import empty_model
-from peftlab.recipe.load import load_recipe, table_cells
+from peftlab.recipe.load import Cell, load_recipe, table_cells
 from peftlab.recipe.schema import DraftTableRecipe, FinetuneRecipe, TableRecipe, injected_method
 from peftlab.references import locate
 from peftlab.reporting.table_scores import published_rows
@@ -55,11 +55,17 @@ COUNTS = {
 }
 
 
-def cells_of(name: str, row: str) -> dict[str, FinetuneRecipe]:
-    """Return a row's recipes with the first seed, by task."""
+@cache
+def shipped(name: str) -> list[Cell]:
+    """Return the cells of a shipped table."""
     recipe = load_recipe(name)
     assert isinstance(recipe, TableRecipe) and len(recipe.seeds) == 5
-    cells = [cell for cell in table_cells(recipe) if (cell.row, cell.seed) == (row, 0)]
+    return table_cells(recipe)
+
+
+def cells_of(name: str, row: str) -> dict[str, FinetuneRecipe]:
+    """Return a row's recipes with the first seed, by task."""
+    cells = [cell for cell in shipped(name) if (cell.row, cell.seed) == (row, 0)]
     return {cell.task.removeprefix("glue/"): cell.recipe for cell in cells}
 
 

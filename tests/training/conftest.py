@@ -25,6 +25,15 @@ def rows(tmp_path_factory):
 
 
 @pytest.fixture(scope="session", autouse=True)
+def _empty_plots():
+    """Leave the plots of reports empty: to draw them takes a third of a tiny run, and tests/reporting does it."""
+    figure = pytest.importorskip("matplotlib.figure").Figure
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(figure, "savefig", lambda self, file, **options: file.write('<svg viewBox="0 0 1 1"></svg>'))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
 def _own_cache(tmp_path_factory):
     """Keep the tokens of these tests out of the user's cache."""
     import datasets

@@ -1,7 +1,7 @@
 """Run as a program: peftlab's command line, killed once at the point of its work that ``KILLED`` names.
 
 ``before NAME``: the upload of a file; ``saved STEP``: the checkpoint of a step is complete, in the last process of
-several. A process that torchrun starts again is not killed.
+several. A process that torchrun starts again is not killed. ``SIGNAL`` names another signal than SIGKILL.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ WHEN, _, WHAT = os.environ["KILLED"].partition(" ")
 
 def _kill() -> None:
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), signal.Signals[os.environ.get("SIGNAL", "SIGKILL")])
 
 
 def _at_upload(upload: Callable[[RemoteDirectory, Path, str], None]) -> Callable[[RemoteDirectory, Path, str], None]:

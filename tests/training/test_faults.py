@@ -183,8 +183,14 @@ def test_a_run_continues_without_a_compiler_that_fails(model, rows, tmp_path, ca
 
 
 @pytest.mark.slow
-def test_a_compiled_run_scores_alike(rows, tmp_path, capsys):
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.long)])
+def test_a_compiled_run_scores_alike(backend, rows, tmp_path, capsys, monkeypatch):
+    """With the graphs alone, and with the code that a compiler makes of them."""
+    import torch._inductor.compile_fx
+
     torch._dynamo.reset()
+    if backend != "inductor":
+        monkeypatch.setattr(torch._inductor.compile_fx, "compile_fx", torch._dynamo.lookup_backend(backend))
     still = tiny.save_model(tmp_path / "bert", dropout=0.0, layers=1)
     compiled = tiny.run(tiny.recipe(still, rows, tmp_path / "compiled", compile=True, eps=1e-4))
     if "continuing without it" in capsys.readouterr().out:

@@ -109,7 +109,7 @@ def test_a_run_that_is_under_way_is_left_alone(model, rows, tmp_path):
 
 @pytest.mark.slow
 def test_of_two_processes_one_works_and_one_is_refused(model, rows, tmp_path):
-    values = tiny.recipe(model, rows, tmp_path / "run", max_steps=100, eval_every=100)
+    values = tiny.recipe(model, rows, tmp_path / "run", max_steps=20, eval_every=20)
     file = tiny.write_recipe(values, tmp_path / "recipe.yaml")
     first = subprocess.Popen(
         [sys.executable, "-m", "peftlab", "run", file], env=tiny.environment(), stdout=subprocess.DEVNULL

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import shutil
 import signal
-import subprocess
-import sys
-import time
 import zipfile
 from pathlib import Path
 
@@ -139,7 +136,7 @@ def test_a_checkpoint_of_more_processes(parts, tmp_path, monkeypatch):
 
 
 # --- N steps, a kill, a resume and M steps are N + M steps, bit for bit.
-KILLED = Path(__file__).with_name("killed.py")
+KILLED, KILLED_AT = (Path(__file__).with_name(f"{name}.py") for name in ("killed", "killed_at"))
 
 
 @pytest.mark.slow
@@ -161,24 +158,12 @@ def test_killed_and_resumed_for_every_method(model, rows, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_asked_to_stop(number, model, rows, tmp_path):
-    options = {"max_steps": 300, "eval_every": 100}
+    options = {"max_steps": 12, "eval_every": 12, "save_every": 5}
     file = tiny.write_recipe(tiny.recipe(model, rows, tmp_path / "run", **options), tmp_path / "recipe.yaml")
-    process = subprocess.Popen(
-        [sys.executable, "-m", "peftlab", "run", file],
-        env=tiny.environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    metrics = tmp_path / "run" / "metrics.jsonl"
-    until = time.monotonic() + 60
-    while not (metrics.exists() and metrics.stat().st_size) and process.poll() is None and time.monotonic() < until:
-        time.sleep(0.005)
-    process.send_signal(number)
-    _, said = process.communicate(timeout=60)
-    assert process.returncode == 128 + number, said
-    assert max((tmp_path / "run" / "checkpoints").glob("*.pt")).name < "step-00000300.pt"
-    letters = "".join(said.replace("│", "").split())  # the message as it is, however it was wrapped
+    stopped = python(KILLED_AT, "run", file, KILLED="saved 5", SIGNAL=number.name)
+    assert stopped.returncode == 128 + number, stopped.stderr
+    assert max((tmp_path / "run" / "checkpoints").glob("*.pt")).name < "step-00000012.pt"
+    letters = "".join(stopped.stderr.replace("│", "").split())  # the message as it is, however it was wrapped
     assert f"stoppedby{number.name}afterstep" in letters
     assert f"continuewith`peftlabresume{tmp_path}/run`" in letters
     if number == signal.SIGINT:
@@ -202,7 +187,6 @@ def test_a_finished_run_resumes_to_itself(model, rows, tmp_path):
 
 
 # --- Runs that torchrun starts again after one of their processes has died.
-KILLED_AT = Path(__file__).with_name("killed_at.py")
 SETTINGS = {"save_every": 2, "eval_every": 6, "max_steps": 6}
 
 
