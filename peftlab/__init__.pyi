@@ -32,10 +32,10 @@ from .methods.inject import trainable_parameters as trainable_parameters
 from .methods.merging import merge as merge
 from .methods.merging import unmerge as unmerge
 from .methods.mixed_batches import adapter_names as adapter_names
+from .pipelines.benchmark import DecodingOptions as DecodingOptions
 from .pipelines.benchmark import benchmark as benchmark
 from .pipelines.benchmark import plan_draft as plan_draft
 from .pipelines.evaluate import evaluate as evaluate
-from .pipelines.generate import DecodingOptions as DecodingOptions
 from .pipelines.generate import generate as generate
 from .pipelines.inspect import inspect_model as inspect_model
 from .pipelines.merge import run_merge as run_merge

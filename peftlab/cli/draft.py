@@ -19,7 +19,8 @@ from peftlab.errors import PeftlabError
 from peftlab.files import write_text
 
 if TYPE_CHECKING:
-    from peftlab.pipelines.generate import DecodingOptions, GeneratedText, Writer
+    from peftlab.pipelines.benchmark import DecodingOptions
+    from peftlab.pipelines.generate import GeneratedText, Writer
 
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an earlier result of the same kind.")]
 Device = Annotated[
@@ -85,7 +86,7 @@ Pack = Annotated[bool, typer.Option("--pack/--no-pack", help="Store the weights 
 
 def _decoding_options(arguments: Mapping[str, object]) -> DecodingOptions:
     """Return the options of decoding among a verb's arguments, which have the names of its fields."""
-    from peftlab.pipelines.generate import DecodingOptions
+    from peftlab.pipelines.benchmark import DecodingOptions
     from peftlab.untyped import Attributes
 
     given: Attributes = {f.name: arguments[f.name] for f in fields(DecodingOptions) if f.name in arguments}

@@ -60,8 +60,8 @@ from peftlab.methods.inject import count_parameters, inject, is_injected
 from peftlab.models.config import measures_latency, merge_into
 from peftlab.models.costs import Cost
 from peftlab.models.load import load_config, load_tokenizer, storage
+from peftlab.pipelines.benchmark import HEAD_FILE, acceptance_head, draft_lengths
 from peftlab.pipelines.directory import provenance, run_directory, write_and_print_results, write_results
-from peftlab.pipelines.generate import HEAD_FILE, acceptance_head, draft_lengths
 from peftlab.pipelines.merge import Latency, MergeCheck, merge_latency, verify_merge
 from peftlab.recipe.load import dump_recipe
 from peftlab.recipe.schema import DraftRecipe, injected_method

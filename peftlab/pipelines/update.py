@@ -41,6 +41,7 @@ from peftlab.errors import PeftlabError
 from peftlab.files import Json, claimed, read_object, staged_directory, to_json, write_json, write_text
 from peftlab.methods.inject import inject
 from peftlab.models.load import load_tokenizer
+from peftlab.pipelines.benchmark import acceptance_head, draft_lengths
 from peftlab.pipelines.directory import RUN
 from peftlab.pipelines.draft import (
     DraftResults,
@@ -54,7 +55,6 @@ from peftlab.pipelines.draft import (
     save_draft,
     training_problem,
 )
-from peftlab.pipelines.generate import acceptance_head, draft_lengths
 from peftlab.recipe.load import dump_recipe, load_recipe
 from peftlab.recipe.schema import DraftRecipe, injected_method
 from peftlab.references import similar_path

@@ -21,7 +21,8 @@ from typer.testing import CliRunner, Result
 
 from peftlab.cli.app import app
 from peftlab.errors import PeftlabError
-from peftlab.pipelines.generate import Chat, DecodingOptions, GeneratedText, generate, load_writer
+from peftlab.pipelines.benchmark import DecodingOptions
+from peftlab.pipelines.generate import Chat, GeneratedText, generate, load_writer
 from peftlab.tasks.conversations import chat_ids
 from tests.byte_tokens import byte_tokenizer
 from tests.forked import python

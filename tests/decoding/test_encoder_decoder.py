@@ -16,8 +16,8 @@ from peftlab.decoding.model_drafter import ModelDrafter
 from peftlab.decoding.model_free import NGramDrafter, PromptLookup, SuffixLookup, TokenRecycling, with_copies
 from peftlab.decoding.sampling import Sampling
 from peftlab.errors import PeftlabError
-from peftlab.pipelines.benchmark import benchmark, plan_draft
-from peftlab.pipelines.generate import DecodingOptions, generate
+from peftlab.pipelines.benchmark import DecodingOptions, benchmark, plan_draft
+from peftlab.pipelines.generate import generate
 from tests.byte_tokens import byte_tokenizer
 from tests.decoding.test_architectures import make as decoder_only
 from tests.decoding.test_architectures import with_biases

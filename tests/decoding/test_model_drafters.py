@@ -22,8 +22,8 @@ from peftlab.decoding.state_drafters import FeatureDrafter
 from peftlab.decoding.table import Window, lossy, window
 from peftlab.drafting.eagle import EagleStep
 from peftlab.errors import PeftlabError
-from peftlab.pipelines.benchmark import benchmark, plan_draft
-from peftlab.pipelines.generate import DecodingOptions, generate
+from peftlab.pipelines.benchmark import DecodingOptions, benchmark, plan_draft
+from peftlab.pipelines.generate import generate
 from tests.byte_tokens import byte_tokenizer
 from tests.command_line import invoke
 from tests.decoding.test_architectures import SIZES, make, near_copy, with_biases

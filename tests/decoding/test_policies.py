@@ -18,7 +18,7 @@ from peftlab.decoding.table import DRAWN, POLICIES, policy
 from peftlab.drafting.acceptance import AcceptancePredictor, save_acceptance_head
 from peftlab.drafting.target import truncate
 from peftlab.errors import PeftlabError
-from peftlab.pipelines.generate import HEAD_FILE, draft_lengths
+from peftlab.pipelines.benchmark import HEAD_FILE, draft_lengths
 from tests.command_line import invoke
 
 FLAT = MeasuredStepTimes({1: [1.0] * 9, 16: [4.0 * n for n in range(1, 10)]}, {1: 0.1, 16: 0.4})

@@ -19,8 +19,8 @@ from peftlab.decoding.sampled_trees import DrawnTrees
 from peftlab.decoding.sampling import Sampling
 from peftlab.drafting.target import truncate
 from peftlab.errors import PeftlabError
-from peftlab.pipelines.benchmark import benchmark, plan_draft
-from peftlab.pipelines.generate import DecodingOptions, generate
+from peftlab.pipelines.benchmark import DecodingOptions, benchmark, plan_draft
+from peftlab.pipelines.generate import generate
 from tests.byte_tokens import byte_tokenizer
 from tests.decoding.test_architectures import MODELS, SIZES, make, near_copy
 from tests.decoding.test_sampled_decoding import p_value

@@ -27,8 +27,8 @@ from peftlab.drafting.acceptance import load_acceptance_head
 from peftlab.drafting.base import load_pair
 from peftlab.errors import PeftlabError
 from peftlab.models.load import load_base
+from peftlab.pipelines.benchmark import DecodingOptions
 from peftlab.pipelines.draft import DraftResults
-from peftlab.pipelines.generate import DecodingOptions
 from peftlab.pipelines.recipes import run_recipe
 from peftlab.pipelines.update import update_draft, update_live
 from peftlab.recipe.load import load_recipe
