@@ -452,9 +452,12 @@ _MODEL = (
     "sentencepiece*", "spiece*", "*.bpe", "bpe.codes", "normalizer.json", "chat_template*",
     "additional_chat_templates/*", "LICEN[CS]E*", "NOTICE*", "USE_POLICY*", "COPYING*",
 )  # fmt: skip
+MERGE_INPUTS = "merge_inputs.safetensors"
+"""In a run: held-out examples as the model reads them, on which a merge of its adapter is verified."""
 WRITTEN: dict[str, tuple[str, ...]] = {
     "run": (
-        "recipe.yaml", "provenance.json", "metrics.jsonl", "checkpoints/step-*.pt", "checkpoints/step-*.pt.damaged",
+        "recipe.yaml", "provenance.json", MERGE_INPUTS, "metrics.jsonl",
+        "checkpoints/step-*.pt", "checkpoints/step-*.pt.damaged",
         "acceptance_head.safetensors", "results.json", "report.html", "updates/replay-*.jsonl",
         "settings.json", "windows/*.json", "stream.json", "stream.html",  # of an update that serves a stream
         "peftlab/*",  # a tracker's, named after the project

@@ -52,7 +52,7 @@ from peftlab.drafting.text import (
     weights_digest,
     write_continuations,
 )
-from peftlab.environment import Cpu, describe_cpu, peak_memory
+from peftlab.environment import Cpu
 from peftlab.errors import PeftlabError, about
 from peftlab.files import Claim, Json, staged_directory, to_json, write_json, write_text
 from peftlab.methods.config import lr_ratio
@@ -617,8 +617,6 @@ def _results(
     split = next(iter(sets.held_out))
     objective = make_objective(recipe.objective)
     counts = sets.train["kept"]
-    seconds = max(progress.seconds, 1e-9)
-    gpu = torch.cuda.max_memory_allocated() / 2**20 if accelerator.device.type == "cuda" else None
     return DraftResults(
         task=f"draft of {recipe.target}",
         draft=recipe.draft.kind,
@@ -626,31 +624,17 @@ def _results(
         model=draft.base if draft.base_model is None else recipe.target,
         objective=recipe.objective.name,
         metric="acceptance",
-        score=progress.best_score,
-        metrics=progress.best_metrics,
-        last_metrics=progress.last_metrics,
-        best_step=progress.best_step,
-        steps=progress.step,
         baseline_score=before[split]["acceptance"],
         baseline_metrics=before,
         trainable_parameters=parameters[0],
         total_parameters=parameters[1],
-        train_seconds=round(progress.seconds, 3),
-        examples_per_second=round(progress.examples / seconds, 2),
-        tokens_per_second=round(progress.tokens / seconds, 2),
         train_examples=len(sets.train),
         learnt_tokens=sum(counts),
         kept_share=sum(objective.kept(n) for n in counts) / sum(counts),
-        peak_rss_mb=round(peak_memory(), 1),
-        peak_gpu_mb=round(gpu, 1) if gpu is not None else None,
-        lr=recipe.train.peak_lr,
-        cpu=describe_cpu(),
-        seed=recipe.train.seed,
         repetition=repetition(sets.train, sets.held_out[split]),
         chosen=draft.chosen,
-        cost=progress.cost(draft.model),
-        selection=progress.selection(),
         served=sets.served,
+        **progress.figures(recipe.train, draft.model, accelerator.device),
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,11 +21,22 @@ from transformers.utils import is_flash_attn_2_available
 from peftlab.checkpoints.adapter import fill, load_model, read_adapter, save_adapter
 from peftlab.checkpoints.merge import check_merge, merge_checkpoint
 from peftlab.checkpoints.merge_plan import MergeOptions
+from peftlab.checkpoints.tensors import write_tensors
 from peftlab.decoding.generation import answering
 from peftlab.drafting.target import eos_ids
-from peftlab.environment import Cpu, describe_cpu, peak_memory
+from peftlab.environment import Cpu
 from peftlab.errors import PeftlabError, about
-from peftlab.files import Claim, Json, scratch_directory, staged_directory, to_json, write_json, write_text
+from peftlab.files import (
+    MERGE_INPUTS,
+    Claim,
+    Json,
+    replacing,
+    scratch_directory,
+    staged_directory,
+    to_json,
+    write_json,
+    write_text,
+)
 from peftlab.methods.config import METHODS, MethodConfig, lr_ratio
 from peftlab.methods.inject import count_parameters, inject, injection_of, is_injected, trainable_parameters
 from peftlab.methods.merging import merge, unmerge
@@ -57,11 +68,11 @@ from peftlab.training.distributed import AsTrained, check_trackers, make_acceler
 from peftlab.training.faults import memory_advice
 from peftlab.training.loop import train
 from peftlab.training.optimiser import widen_to_fp32
-from peftlab.training.state import Progress, SelectionResult
+from peftlab.training.state import SelectionResult
 from peftlab.untyped import Unwrapped
 
 
-@dataclass(frozen=True)
+@dataclass
 class FinetuneResults:
     """The results of a finetune run; ``results.json`` contains these fields in this order.
 
@@ -194,23 +205,33 @@ def run_finetune(
 
 
 def _run(recipe: FinetuneRecipe, directory: Claim, resume: bool, device: str) -> FinetuneResults:
+    """Run the recipe from its checks to the report, one stage after the other."""
     began, run_dir, settings = time.perf_counter(), directory.path, recipe.train
+    folds = METHODS[recipe.method.name].folds
+
+    # Refuse what cannot work before data and model are read.
     check_trackers(list(settings.trackers))
-    if recipe.merge is True and not METHODS[recipe.method.name].folds:
+    if recipe.merge is True and not folds:
         raise PeftlabError(f"merge: method {recipe.method.name} has no linear fold; set merge: false")
     accelerator = make_accelerator(settings, run_dir, device)
     if recipe.base.quantised and accelerator.is_fsdp2:
         raise PeftlabError(
             f"base.dtype: {recipe.base.dtype} weights cannot be sharded by FSDP; use plain processes (DDP)"
         )
+
+    # Load data and model, and inject the method.
     set_seed(settings.seed)
     task = load_task(recipe)
     _score_examples(task, recipe, accelerator)
-    for line in _warnings(task, settings):
+    for line in data_lines(task.classes, task.left_out, task.repeated):
         accelerator.print(line)
+    if task.fresh:
+        accelerator.print(f"newly initialised: {listed(task.fresh)}")
+    if settings.emulate is not None:
+        accelerator.print("train.emulate: slower than training without; scores in training are those of such hardware")
     model = inject(task.model, _method_for(recipe, task))
     merging: MergeOptions | None = None
-    if METHODS[recipe.method.name].folds and recipe.merge is not False:
+    if folds and recipe.merge is not False:
         merging = MergeOptions(
             into=merge_into(recipe.merge),
             trust_remote_code=recipe.trust_remote_code,
@@ -225,23 +246,32 @@ def _run(recipe: FinetuneRecipe, directory: Claim, resume: bool, device: str) ->
     if settings.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     trainable, total = count_parameters(model)
-    accelerator.print(f"{trainable_line(trainable, total)}\nlearning rate: {recipe.train.peak_lr:g}")
+    accelerator.print(f"{trainable_line(trainable, total)}\nlearning rate: {settings.peak_lr:g}")
     share_rows(task, settings, accelerator)
     if accelerator.mixed_precision in ("bf16", "fp16") and settings.weights is None:
         widen_to_fp32(model)
+
+    # Measure the model before training.
     if task.refer is not None or task.baseline is None:
         as_trained = AsTrained(model, accelerator, settings.precision)
         task.compare_with(as_trained)
     baseline = task.baseline if task.baseline is not None else next(iter(task.evaluate(as_trained).values()))
     answers = answer_scorer(task, recipe.generate, accelerator)
     answers_before = answers(model) if answers is not None and recipe.generate and recipe.generate.before else None
+
+    # Begin the run directory, last before training, so that a failure before it leaves none behind.
     if accelerator.is_main_process:
         directory.begin()
         write_text(run_dir / "recipe.yaml", dump_recipe(recipe))
         origin = provenance(settings.seed, task.fingerprint, accelerator.num_processes, accelerator.device)
         write_json(run_dir / "provenance.json", origin)
+        if folds:  # for `peftlab merge RUN`, which then needs neither the data nor the recipe's task
+            with replacing(run_dir / MERGE_INPUTS) as file:
+                write_tensors(file, sample_inputs(task, EXAMPLES)[0], {})
         directory.completed()
     accelerator.wait_for_everyone()
+
+    # Train.
     if settings.trackers:
         accelerator.init_trackers("peftlab")
     try:
@@ -249,35 +279,79 @@ def _run(recipe: FinetuneRecipe, directory: Claim, resume: bool, device: str) ->
     finally:
         for tracker in accelerator.trackers:  # end_training() would destroy the process group as well
             tracker.finish()
+    results = FinetuneResults(
+        task=task.task.name,
+        method=recipe.method.name,
+        model=recipe.model,
+        metric=task.deciding,
+        baseline_score=baseline[task.deciding],
+        baseline_metrics=dict(baseline),
+        trainable_parameters=trainable,
+        total_parameters=total,
+        padding_share=round(1 - progress.tokens / max(1, progress.padded_tokens), 4),
+        classes=task.classes,
+        dropped_rows=task.left_out.get(MISSING, 0) + task.left_out.get(TOO_LONG, 0),
+        left_out=task.left_out,
+        seen_examples=progress.examples,
+        seen_tokens=progress.tokens,
+        **progress.figures(settings, task.model, accelerator.device),
+    )
 
-    results = _results(recipe, task, progress, baseline, (trainable, total), accelerator)
+    # Analyse the trained model's predictions and answers.
     if task.analyse is not None and not accelerator.is_fsdp2:
         with eval_mode(task.model):
             results = replace(results, **vars(task.analyse(task.model)))
     if answers is not None:
-        results = replace(results, generate=answers(task.model), generate_before=answers_before)
-    results = replace(
-        results, trained_tokens=_trained_tokens(task), total_seconds=round(time.perf_counter() - began, 1)
-    )
+        results.generate, results.generate_before = answers(task.model), answers_before
+    if "trained_tokens" in task.train.column_names:
+        results.trained_tokens = sum(task.train["trained_tokens"])
+    results.total_seconds = round(time.perf_counter() - began, 1)
+
+    # Save the adapter, merge it, and write the report.
     if accelerator.is_main_process:
         if task.sample is not None and before is not None and not accelerator.is_fsdp2:
-            results = replace(results, sample={"before": before, "after": task.sample(task.model)})
-        results = _write_run(recipe, task, task.model, run_dir, results, merging)
+            results.sample = {"before": before, "after": task.sample(task.model)}
+        _write_run(recipe, task, run_dir, results, merging)
     accelerator.wait_for_everyone()
     return results
 
 
-def _trained_tokens(task: TaskProblem) -> int | None:
-    """Return the tokens of an epoch that the loss counts; None for a task that counts examples."""
-    return sum(task.train["trained_tokens"]) if "trained_tokens" in task.train.column_names else None
+def _write_run(
+    recipe: FinetuneRecipe, task: TaskProblem, run_dir: Path, results: FinetuneResults, merging: MergeOptions | None
+) -> None:
+    """Write adapter, merged model if there is to be one, results and report; compare merged and unmerged.
 
-
-def _warnings(task: TaskProblem, settings: TrainConfig) -> list[str]:
-    """Return the warnings about data and model that are printed before training."""
-    fresh = [f"newly initialised: {listed(task.fresh)}"] if task.fresh else []
-    if settings.emulate is not None:
-        fresh += ["train.emulate: slower than training without; scores in training are those of such hardware"]
-    return [*data_lines(task.classes, task.left_out, task.repeated), *fresh]
+    The comparison is added to ``results``.
+    """
+    model, trusted = task.model, recipe.trust_remote_code
+    card = CardInfo(
+        name=run_dir.name,
+        base_model=recipe.model,
+        results=results.as_json(),
+        recipe=dump_recipe(recipe),
+        revision=recipe.revision,
+        labels=task.task.labels if task.task.labelled and not task.task.choices else None,
+        split=next(iter(task.held_out)),
+        auto_class=task.auto_class,
+        pipeline=task.pipeline,
+    )
+    with staged_directory(run_dir / "adapter", "adapter", overwrite=True) as staging:
+        save_adapter(model, staging, base=recipe.model, revision=recipe.revision)
+        task.tokenizer.save_pretrained(staging)
+        write_text(staging / "README.md", adapter_card(card))
+    if merging is not None:
+        options = replace(merging, recipe=dump_recipe(recipe), training=training(card))
+        merge_checkpoint(run_dir / "adapter", recipe.model, run_dir / "merged", options)
+        write_results(run_dir, results.as_json())
+        what = (run_dir / "adapter", recipe.model, run_dir / "merged", sample_inputs(task, EXAMPLES))
+        # On the CPU: beside the trained model, a device may lack the memory for two more.
+        results.merge = verify_merge(*what, trust_remote_code=trusted)
+        if measures_latency(recipe.merge):
+            device = next(model.parameters()).device
+            results.latency = merge_latency(*what, trust_remote_code=trusted, device=device)
+        if recipe.base.quantised:
+            results.merge_losses = _merge_losses(task, model, run_dir, recipe.model, merging)
+    write_and_print_results(run_dir, results.as_json())
 
 
 def load_task(recipe: FinetuneRecipe, classes: Sequence[str] | None = None, *, train: bool = True) -> TaskProblem:
@@ -324,96 +398,6 @@ def _method_for(recipe: FinetuneRecipe, task: TaskProblem) -> MethodConfig:
         return method
     listed = [*(method.modules_to_save or []), *sorted(owners)]
     return method.model_copy(update={"modules_to_save": list(dict.fromkeys(listed))})
-
-
-def _results(
-    recipe: FinetuneRecipe,
-    task: TaskProblem,
-    progress: Progress,
-    baseline: Mapping[str, float],
-    parameters: tuple[int, int],
-    accelerator: Accelerator,
-) -> FinetuneResults:
-    """Return the results of what was trained and measured; ``parameters``: number of trainable ones and of all."""
-    seconds = max(progress.seconds, 1e-9)
-    gpu = torch.cuda.max_memory_allocated() / 2**20 if accelerator.device.type == "cuda" else None
-    return FinetuneResults(
-        task=task.task.name,
-        method=recipe.method.name,
-        model=recipe.model,
-        metric=task.deciding,
-        score=progress.best_score,
-        metrics=progress.best_metrics,
-        last_metrics=progress.last_metrics,
-        best_step=progress.best_step,
-        steps=progress.step,
-        baseline_score=baseline[task.deciding],
-        baseline_metrics=dict(baseline),
-        trainable_parameters=parameters[0],
-        total_parameters=parameters[1],
-        train_seconds=round(progress.seconds, 3),
-        examples_per_second=round(progress.examples / seconds, 2),
-        tokens_per_second=round(progress.tokens / seconds, 2),
-        padding_share=round(1 - progress.tokens / max(1, progress.padded_tokens), 4),
-        peak_rss_mb=round(peak_memory(), 1),
-        peak_gpu_mb=round(gpu, 1) if gpu is not None else None,
-        lr=recipe.train.peak_lr,
-        cpu=describe_cpu(),
-        seed=recipe.train.seed,
-        classes=task.classes,
-        dropped_rows=task.left_out.get(MISSING, 0) + task.left_out.get(TOO_LONG, 0),
-        left_out=task.left_out,
-        seen_examples=progress.examples,
-        seen_tokens=progress.tokens,
-        cost=progress.cost(task.model),
-        selection=progress.selection(),
-    )
-
-
-def _write_run(
-    recipe: FinetuneRecipe,
-    task: TaskProblem,
-    model: nn.Module,
-    run_dir: Path,
-    results: FinetuneResults,
-    merging: MergeOptions | None,
-) -> FinetuneResults:
-    """Write adapter, merged model if there is to be one, results and report; then compare merged and unmerged.
-
-    Returns:
-        The results, with that comparison.
-    """
-    card = CardInfo(
-        name=run_dir.name,
-        base_model=recipe.model,
-        results=results.as_json(),
-        recipe=dump_recipe(recipe),
-        revision=recipe.revision,
-        labels=task.task.labels if task.task.labelled and not task.task.choices else None,
-        split=next(iter(task.held_out)),
-        auto_class=task.auto_class,
-        pipeline=task.pipeline,
-    )
-    with staged_directory(run_dir / "adapter", "adapter", overwrite=True) as staging:
-        save_adapter(model, staging, base=recipe.model, revision=recipe.revision)
-        task.tokenizer.save_pretrained(staging)
-        write_text(staging / "README.md", adapter_card(card))
-    if merging is not None:
-        options = replace(merging, recipe=dump_recipe(recipe), training=training(card))
-        merge_checkpoint(run_dir / "adapter", recipe.model, run_dir / "merged", options)
-        write_results(run_dir, results.as_json())
-        inputs = sample_inputs(task, EXAMPLES)
-        what = (run_dir / "adapter", recipe.model, run_dir / "merged", inputs)
-        # On the CPU: beside the trained model, a device may lack the memory for two more.
-        results = replace(results, merge=verify_merge(*what, trust_remote_code=recipe.trust_remote_code))
-        if measures_latency(recipe.merge):
-            trusted, device = recipe.trust_remote_code, next(model.parameters()).device
-            results = replace(results, latency=merge_latency(*what, trust_remote_code=trusted, device=device))
-        if recipe.base.quantised:
-            losses = _merge_losses(task, model, run_dir, recipe.model, merging)
-            results = replace(results, merge_losses=losses)
-    write_and_print_results(run_dir, results.as_json())
-    return results
 
 
 def sample_inputs(task: TaskProblem, n: int) -> list[dict[str, torch.Tensor]]:

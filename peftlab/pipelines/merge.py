@@ -19,9 +19,10 @@ from peftlab.checkpoints.combine import combine
 from peftlab.checkpoints.merge import merge_checkpoint
 from peftlab.checkpoints.merge_plan import MergeOptions
 from peftlab.checkpoints.merge_steps import MergeReport
+from peftlab.checkpoints.tensors import read_tensors
 from peftlab.environment import resolve_device, wait_for
 from peftlab.errors import PeftlabError
-from peftlab.files import is_url, read_mark, read_object, read_text
+from peftlab.files import MERGE_INPUTS, is_url, read_mark, read_object, read_text
 from peftlab.models.config import BaseConfig
 from peftlab.models.load import load_config
 from peftlab.models.quantised import DTYPES, BaseFormat
@@ -162,10 +163,13 @@ def _recipe_near(adapter: Path) -> Path | None:
 
 
 def _comparison_inputs(recipe: Path | None, base: str) -> list[dict[str, Tensor]]:
+    """Return what a run has stored for this, the first evaluation examples of a recipe's data, or four sentences."""
     from peftlab.models.load import load_tokenizer
     from peftlab.recipe.load import load_recipe
     from peftlab.recipe.schema import FinetuneRecipe
 
+    if recipe is not None and (stored := recipe.with_name(MERGE_INPUTS)).is_file():
+        return [read_tensors(stored)[0]]
     loaded = None if recipe is None else load_recipe(recipe)
     if isinstance(loaded, FinetuneRecipe):
         from peftlab.pipelines.preview import example_inputs

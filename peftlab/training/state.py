@@ -17,14 +17,18 @@ from accelerate.utils import gather_object
 from torch import Tensor, nn
 
 from peftlab.checkpoints.tensors import unpickle
+from peftlab.environment import describe_cpu, peak_memory
 from peftlab.errors import PeftlabError
 from peftlab.files import STAGING_PREFIX, replacing
 from peftlab.methods.inject import trainable_parameters
 from peftlab.models.costs import Cost, kv_bytes_per_token
 from peftlab.training.distributed import full_tensors, optimiser_state, restore_optimiser, shard_like
+from peftlab.untyped import Attributes
 
 if TYPE_CHECKING:
     from torch.optim.optimizer import StateDict
+
+    from peftlab.training.config import TrainConfig
 
 _PATTERN = "step-*.pt"
 _DIGEST = "peftlab-digest"  # the entry of the archive that the others are compared with
@@ -71,6 +75,34 @@ class Progress:
         forward, backward = (sum(self.step_costs[kind][i] * n for kind, n in self.step_kinds.items()) for i in (0, 1))
         kept, optimiser = (max(costs[i] for costs in self.step_costs.values()) for i in (2, 3))
         return Cost(forward + self.scoring_flops, backward, kept, optimiser, kv_bytes_per_token(model))
+
+    def figures(self, settings: TrainConfig, model: nn.Module, device: torch.device) -> Attributes:
+        """Return what the results of every run say of its training, by the names of their fields.
+
+        Args:
+            settings: the recipe's ``train`` section.
+            model: trained.
+            device: of the training.
+        """
+        seconds = max(self.seconds, 1e-9)
+        gpu = torch.cuda.max_memory_allocated() / 2**20 if device.type == "cuda" else None
+        return {
+            "score": self.best_score,
+            "metrics": self.best_metrics,
+            "last_metrics": self.last_metrics,
+            "best_step": self.best_step,
+            "steps": self.step,
+            "train_seconds": round(self.seconds, 3),
+            "examples_per_second": round(self.examples / seconds, 2),
+            "tokens_per_second": round(self.tokens / seconds, 2),
+            "peak_rss_mb": round(peak_memory(), 1),
+            "peak_gpu_mb": round(gpu, 1) if gpu is not None else None,
+            "lr": settings.peak_lr,
+            "cpu": describe_cpu(),
+            "seed": settings.seed,
+            "cost": self.cost(model),
+            "selection": self.selection(),
+        }
 
     def selection(self) -> SelectionResult | None:
         """Return what was chosen so far; None where no score chooses examples."""

@@ -22,7 +22,9 @@ from transformers import (
 )
 
 import peftlab
+from peftlab.checkpoints.tensors import read_tensors
 from peftlab.errors import PeftlabError
+from peftlab.files import MERGE_INPUTS
 from peftlab.pipelines.evaluate import evaluate
 from peftlab.pipelines.finetune import load_task, sample_inputs
 from peftlab.pipelines.predict import predict_file
@@ -132,6 +134,7 @@ def test_a_merge_compares_on_the_first_examples_without_loading_another_model(
     assert isinstance(recipe, FinetuneRecipe)
     for count in (5, 16):
         tiny.assert_same(example_inputs(recipe, count), sample_inputs(load_task(recipe), count)[0])
+    tiny.assert_same(read_tensors(run / MERGE_INPUTS)[0], example_inputs(recipe, 16))
     shutil.copytree(run / "adapter", tmp_path / "run")
     shutil.copytree(encoder, tmp_path / "words", ignore=shutil.ignore_patterns("*.safetensors"))
     values = recipe.model_copy(update={"model": str(tmp_path / "words")})
