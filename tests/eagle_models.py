@@ -13,7 +13,7 @@ from peftlab.decoding.sampling import Sampling
 from peftlab.drafting.acceptance import frequent_tokens
 from peftlab.drafting.eagle import Eagle3, EagleStep
 from peftlab.drafting.objectives import Objective
-from peftlab.drafting.state_network import EagleModel, FeatureLoss, shape_for
+from peftlab.drafting.state_network import FeatureLoss, TargetWithNetwork, shape_for
 from peftlab.drafting.target import head_weight, input_embedding
 from peftlab.drafting.text import Collate, make_dataset
 from peftlab.tasks.prompts import Request
@@ -44,7 +44,7 @@ def trained_eagle(target: Any, steps: int = 50) -> EagleStep:
     network = eagle(target, tokens).train()
     frozen = [parameter.requires_grad for parameter in target.parameters()]
     target.requires_grad_(False)
-    model, loss = EagleModel(target, network), FeatureLoss(Objective("kl"), 3, 1.0)
+    model, loss = TargetWithNetwork(target, network), FeatureLoss(Objective("kl"), 3, 1.0)
     optimiser = torch.optim.AdamW([p for p in network.parameters() if p.requires_grad], lr=4e-3)
     for step in range(steps):
         optimiser.zero_grad()

@@ -493,11 +493,6 @@ def _check(target: Engine, prompts: Sequence[Sequence[int]], stopping: StoppingC
         raise PeftlabError(f"pool: {pool} of {len(prompts)} prompts; an encoder-decoder model reads all at once")
 
 
-def _check_lossy(drafter: Drafter | None, lossy: LossyRule | None) -> None:
-    if lossy is not None and drafter is not None and drafter.concurrent:
-        raise PeftlabError(f"lossy {lossy.name}: drafter {drafter.name} verifies exactly only; leave one of them out")
-
-
 def _remaining_tokens(target: Engine, row: Row, stopping: StoppingCriteria) -> int:
     """Return the number of tokens that a row may still emit by ``max_new_tokens`` and the target's context."""
     room = stopping.max_new_tokens - (len(row.tokens) - row.prompt_length)
@@ -537,7 +532,9 @@ class _Batch:
     _seeds: dict[int, torch.Generator] = field(init=False)
 
     def __post_init__(self) -> None:
-        _check_lossy(self.drafter, self.lossy)
+        if self.lossy is not None and self.drafter is not None and self.drafter.concurrent:
+            name = self.drafter.name
+            raise PeftlabError(f"lossy {self.lossy.name}: drafter {name} verifies exactly only; leave one of them out")
         every = [*self.rows, *self.waiting]
         self._seeds = {row.index: row.generator for row in every}
         longest = max(len(row.tokens) + _remaining_tokens(self.target, row, self.stopping) for row in every)
@@ -577,17 +574,14 @@ class _Batch:
         return fork_generators((self._seeds[row.index] for row in rows), self.target.device)
 
     def _propose(self, rows: list[Row]) -> Proposal:
+        """Return what the drafter proposes: at most as many tokens as can be emitted with one more after them."""
         if self.drafter is not None:
-            budgets = [self._budget(row, len(rows)) for row in rows]
+            rooms = [_remaining_tokens(self.target, row, self.stopping) - 1 for row in rows]
+            asked = [row.policy.budget(len(rows)) for row in rows]
+            budgets = [max(0, min(*both, _SPARE_SLOTS)) for both in zip(asked, rooms, strict=True)]
             if any(budgets):
                 return self.drafter.propose(rows, budgets)
         return Proposal.empty(len(rows), self.target.device)
-
-    def _budget(self, row: Row, batch: int) -> int:
-        """Return the number of tokens to draft: at most as many as can be emitted with one more after them."""
-        return max(
-            0, min(row.policy.budget(batch), _remaining_tokens(self.target, row, self.stopping) - 1, _SPARE_SLOTS)
-        )
 
     def _verify(self, rows: list[Row], draft: Proposal) -> Verified:
         last = right_padded([row.tokens[-1:] for row in rows], 1).to(self.target.device)
@@ -664,15 +658,12 @@ class _Batch:
             if self.drafter is not None:
                 self.drafter.join(joining, state)
         if self.rows and len(joining) < len(free):
-            self._select([row.slot for row in self.rows])
-
-    def _select(self, slots: list[int]) -> None:
-        """Keep only these slots in every cache, and renumber the rows."""
-        self.cache.select(slots)
-        if self.drafter is not None:
-            self.drafter.select(slots)
-        for slot, row in enumerate(self.rows):
-            row.slot = slot
+            slots = [row.slot for row in self.rows]
+            self.cache.select(slots)
+            if self.drafter is not None:
+                self.drafter.select(slots)
+            for slot, row in enumerate(self.rows):
+                row.slot = slot
 
 
 class DrafterWrapper(Drafter):

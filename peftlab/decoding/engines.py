@@ -250,7 +250,9 @@ class Trial:
 
     def _continue(self, length: int, *parts: Tensor) -> list[Tensor]:
         """Return the model's own logits, [n, V] each, of parts read one after the other behind ``length`` tokens."""
-        cache = self._library_cache(length)
+        cache = DynamicCache(config=self._config)
+        for i, keys, values in self._repeated_states(length):
+            cache.update(keys, values, i)
         return [self._own_logits(part, cache) for part in parts]
 
     def _own_logits(self, tokens: Tensor, cache: DynamicCache) -> Tensor:
@@ -265,12 +267,6 @@ class Trial:
             amplified = torch.where(edge, _EDGE_FACTOR, 1).to(values.dtype)[:, None]
             some = slot % keys.shape[2]
             yield i, keys[:, :, some], values[:, :, some] * amplified
-
-    def _library_cache(self, length: int) -> DynamicCache:
-        cache = DynamicCache(config=self._config)
-        for i, keys, values in self._repeated_states(length):
-            cache.update(keys, values, i)
-        return cache
 
     def _engine_cache(self, engine: Engine, lengths: list[int] | tuple[int, ...]) -> KVCache:
         cache = engine.new_cache(len(lengths), max(lengths) + _NODES)

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from peftlab.checkpoints.tensors import read_tensors, write_tensors
 from peftlab.decoding.theory import RankRates, acceptance_rate, vocabulary_cap
-from peftlab.drafting.target import IDENTITY_FILE, frozen_hidden, head_weight, logits_of
+from peftlab.drafting.target import frozen_hidden, head_weight, logits_of
 from peftlab.drafting.text import Collate
 from peftlab.errors import PeftlabError
 from peftlab.files import read_object, replacing, write_json
@@ -24,7 +24,7 @@ _CHUNK = 256  # tokens whose two distributions live at a time
 
 
 class Acceptance(NamedTuple):
-    """Hold the sums over each example's predictions, all [n] in float64.
+    """The sums over each example's predictions, all [n] in float64.
 
     Attributes:
         tokens: how many predictions. overlap: Σ α, α = Σ_x min(p, q) = 1 - TV(p, q): the acceptance of sampling at
@@ -173,43 +173,30 @@ def right_choices(states: Tensor, weight: Tensor, right: Tensor, ids: Tensor | N
     return (best if ids is None else ids[best]) == right[:, None]
 
 
-def rates_on_disk(ranks: RankRates) -> list[list[float]]:
-    """Return rates by rank as the lists that ``read_rates`` takes."""
-    return [list(each) for each in ranks.rates]
-
-
-def read_rates(stored: object, where: Path) -> RankRates | None:
-    """Return the acceptance rates by rank that a file contains; None where it contains none.
+def write_ranks(file: Path, ranks: RankRates) -> None:
+    """Store in a JSON object how often the target accepts each choice of the draft beside it.
 
     Args:
-        stored: the value under ``KEY`` in the file. where: the file, for messages.
+        file: contains the object. ranks: the measured rates.
+    """
+    write_json(file, {**read_object(file), KEY: [list(each) for each in ranks.rates]})
+
+
+def read_ranks(file: Path) -> RankRates | None:
+    """Return the rates that ``write_ranks`` has stored in a file; None where it has none, or is not there.
 
     Raises:
         PeftlabError: they are not lists of one length, positive and falling.
     """
+    stored = read_object(file).get(KEY) if file.exists() else None
     if stored is None:
         return None
     rates = tuple(tuple(each) for each in stored) if isinstance(stored, list) and all(map(_is_list, stored)) else ()
     valid = all(isinstance(rate, float) and 0 < rate <= 1 for each in rates for rate in each)
     falling = all(list(each) == sorted(each, reverse=True) for each in rates) if valid else False
     if not rates or not falling or len({len(each) for each in rates}) > 1 or not rates[0]:
-        raise PeftlabError(f"{where}: {KEY} is not, for each depth, rates that fall from rank to rank")
+        raise PeftlabError(f"{file}: {KEY} is not, for each depth, rates that fall from rank to rank")
     return RankRates(rates)
-
-
-def write_ranks(directory: Path, ranks: RankRates) -> None:
-    """Store beside the identity of the target how often the target accepts each choice of the draft.
-
-    Args:
-        directory: of the draft, in which the identity is stored. ranks: the measured rates.
-    """
-    write_json(directory / IDENTITY_FILE, {**read_object(directory / IDENTITY_FILE), KEY: rates_on_disk(ranks)})
-
-
-def read_ranks(directory: Path) -> RankRates | None:
-    """Return the rates that ``write_ranks`` has stored, or None."""
-    file = directory / IDENTITY_FILE
-    return read_rates(read_object(file).get(KEY), file) if file.exists() else None
 
 
 def _is_list(value: object) -> TypeGuard[list[object]]:

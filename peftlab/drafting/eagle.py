@@ -26,10 +26,10 @@ from peftlab.drafting.state_network import (
     FORMAT,
     WEIGHTS,
     Attend,
-    EagleShape,
     FeatureLoss,
     LayerAttention,
     LayerMLP,
+    NetworkShape,
     RMSNorm,
     StateKind,
     StateNetwork,
@@ -39,12 +39,12 @@ from peftlab.drafting.state_network import (
     decoding_config,
     drafted_tokens,
     layer_config,
+    read_sizes,
     shape_for,
-    sizes,
     token_maps,
 )
 from peftlab.drafting.table import DRAFTS
-from peftlab.drafting.target import check_tokenizer, head_weight, input_embedding
+from peftlab.drafting.target import IDENTITY_FILE, check_tokenizer, head_weight, input_embedding
 from peftlab.errors import PeftlabError
 from peftlab.files import Json, member, read_object, write_json
 from peftlab.models.load import load_config, load_tokenizer
@@ -53,7 +53,7 @@ from peftlab.models.load import load_config, load_tokenizer
 class EagleLayer(nn.Module):
     """A decoder layer over [norm(E(x_{t+1})); norm(g_t)]; by ``norm_before_residual`` the residual is the latter."""
 
-    def __init__(self, shape: EagleShape):
+    def __init__(self, shape: NetworkShape):
         super().__init__()
         self.norm_before_residual = shape.norm_before_residual
         self.self_attn, self.mlp = LayerAttention(shape, 2 * shape.hidden_size), LayerMLP(shape)
@@ -72,13 +72,13 @@ class Eagle3(StateNetwork):
     """g_t = fc[h_a; h_b; h_c] of the target's states, one layer over it and the next token, and rows of the LM head.
 
     The output, before the final norm, is the next g. Norms before ``fc``, in the residual and after the output are
-    EAGLE 3.1's, see ``EagleShape``. Parameters are named as in the files of speculators' ``eagle3``; the embeddings are
-    the target's and no parameter.
+    EAGLE 3.1's, see ``NetworkShape``. Parameters are named as in the files of speculators' ``eagle3``; the embeddings
+    are the target's and no parameter.
     """
 
     norm: RMSNorm
 
-    def __init__(self, shape: EagleShape, embedding: Tensor, head: Tensor, tokens: Tensor | None = None):
+    def __init__(self, shape: NetworkShape, embedding: Tensor, head: Tensor, tokens: Tensor | None = None):
         super().__init__(shape, embedding, head, tokens)
         width = len(shape.features) * shape.hidden_size
         self.fc = nn.Linear(width, shape.hidden_size, bias=False)
@@ -138,10 +138,14 @@ class EagleStep(nn.Module):
         self._first_norms = torch.stack((layer.input_layernorm.weight, layer.hidden_norm.weight)).detach()
         self._mlp_norm, self._norm = layer.post_attention_layernorm.weight.detach(), network.norm.weight.detach()
         attention, mlp = layer.self_attn, layer.mlp
-        self.fc, self.out, self.down = _stacked(network.fc), _stacked(attention.o_proj), _stacked(mlp.down_proj)
-        self.qkv = _stacked(attention.q_proj, attention.k_proj, attention.v_proj)
-        self.up = _stacked(mlp.gate_proj, mlp.up_proj)
-        self.lm_head = _stacked(network.lm_head)
+        self.fc, self.out, self.down = (
+            _stack_linears(network.fc),
+            _stack_linears(attention.o_proj),
+            _stack_linears(mlp.down_proj),
+        )
+        self.qkv = _stack_linears(attention.q_proj, attention.k_proj, attention.v_proj)
+        self.up = _stack_linears(mlp.gate_proj, mlp.up_proj)
+        self.lm_head = _stack_linears(network.lm_head)
         self._turns = self._angles.new_empty(0)
         if pack:
             pack_linears(self)
@@ -193,7 +197,7 @@ class EagleStep(nn.Module):
         return cos[:, :, None], sin[:, :, None]
 
 
-def _stacked(*linears: nn.Linear) -> nn.Linear:
+def _stack_linears(*linears: nn.Linear) -> nn.Linear:
     """Return linear maps of the same input as one map, their outputs next to one another."""
     with torch.device("meta"):
         whole = nn.Linear(linears[0].in_features, sum(linear.out_features for linear in linears), bias=False)
@@ -212,7 +216,7 @@ _OTHER_NAMES = {
     "aux_norm_high.": "fc_norm.2.",
 }
 
-FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")  # of EAGLE 3.1, see ``EagleShape``
+FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")  # of EAGLE 3.1, see ``NetworkShape``
 
 
 def tensors_of(network: Eagle3) -> dict[str, Tensor]:
@@ -224,7 +228,7 @@ def tensors_of(network: Eagle3) -> dict[str, Tensor]:
     return tensors | token_maps(network)
 
 
-def norm_flags(shape: EagleShape) -> dict[str, Json]:
+def norm_flags(shape: NetworkShape) -> dict[str, Json]:
     """Return EAGLE 3.1's flags, each written out, because readers differ in an absent flag's meaning."""
     flags: dict[str, Json] = {name: bool(getattr(shape, name)) for name in FLAGS}
     return flags
@@ -269,7 +273,7 @@ def write_eagle(network: Eagle3, directory: Path, *, target: str, architecture: 
     check_written(tensors, tensors_of(read_eagle(directory, network.embedding)), directory)
 
 
-def read_shape(directory: Path) -> tuple[EagleShape, int]:
+def read_shape(directory: Path) -> tuple[NetworkShape, int]:
     """Return the sizes of the network in a directory, and how many tokens it drafts.
 
     An absent flag of EAGLE 3.1 is false, as for speculators' own class and for SGLang. (vLLM takes an absent
@@ -289,7 +293,7 @@ def read_shape(directory: Path) -> tuple[EagleShape, int]:
     if (layer.get("model_type"), layer.get("num_hidden_layers", 1)) != ("llama", 1):
         raise PeftlabError(f"{file}: not one layer of a Llama")
     window = member(layer, "sliding_window", int, file) if layer.get("layer_types") == ["sliding_attention"] else None
-    shape = replace(sizes(layer, file), features=_features(config, file), window=window, **flags)
+    shape = replace(read_sizes(layer, file), features=_features(config, file), window=window, **flags)
     return shape, member(config, "draft_vocab_size", int, file)
 
 
@@ -344,7 +348,7 @@ def read_eagle(directory: str | Path, embedding: Tensor) -> Eagle3:
     network = Eagle3(shape, embedding, tensors["lm_head.weight"], tokens)
     network.load_state_dict(tensors, assign=True)
     network.lm_head.weight = nn.Parameter(tensors["lm_head.weight"], requires_grad=False)
-    network.ranks = read_ranks(directory)
+    network.ranks = read_ranks(directory / IDENTITY_FILE)
     return network.eval()
 
 

@@ -23,18 +23,17 @@ from peftlab.decoding.state_drafters import HeadsDrafter, grown_tokens, tree_tok
 from peftlab.decoding.theory import Path as TreePath
 from peftlab.decoding.theory import RankRates
 from peftlab.drafting.acceptance import (
-    KEY,
     RANKS,
     Acceptance,
     add_rates,
     batches,
     greedy_tokens,
     rates_by_depth,
-    rates_on_disk,
-    read_rates,
+    read_ranks,
     reduce_heads,
     response_tokens,
     right_choices,
+    write_ranks,
 )
 from peftlab.drafting.base import DraftExporter, DraftKind, Loss, Pair, SavedDraft, ServedDraft, TargetLoader
 from peftlab.drafting.config import HeadsConfig, HydraDraft, MedusaDraft
@@ -591,18 +590,8 @@ def read_heads(directory: str | Path, model_type: str, make: Make) -> HeadStack 
             shapes = f"{tuple(tensors[name].shape)}, its configuration says {tuple(parameter.shape)}"
             raise PeftlabError(f"{directory}: {name} has shape {shapes}")
     heads.load_state_dict(tensors, assign=True)
-    heads.ranks = read_rates(config.get(KEY), file)
+    heads.ranks = read_ranks(file)
     return heads.eval() if tokens is None else ReducedHeads(heads, tokens, vocabulary).eval()
-
-
-def write_ranks(directory: Path, ranks: RankRates) -> None:
-    """Store with the heads in ``directory`` how often their choices are right, as ``rank_acceptance``.
-
-    Args:
-        directory: of the heads. ranks: the measured rates.
-    """
-    config = read_object(directory / "config.json")
-    write_json(directory / "config.json", {**config, KEY: rates_on_disk(ranks)})
 
 
 def check_heads(directory: str | Path, target: PreTrainedModel) -> None:
@@ -765,7 +754,7 @@ class HeadsKind(DraftKind[HeadsT]):
     def calibrate(self, held_out: Dataset, batch_size: int) -> None:
         """Measure on held-out text how often each choice of the written heads is right, and store it with them."""
         heads = self.read(self.stored, self.target).to(self.target.device)
-        write_ranks(self.stored, measure_ranks(self.model, heads, held_out, batch_size))
+        write_ranks(self.stored / "config.json", measure_ranks(self.model, heads, held_out, batch_size))
 
     def drafter(self, saved: SavedDraft | None) -> ServedDraft | None:
         """Return the target, as trained, with the heads read from disk; untrained heads draft nothing."""

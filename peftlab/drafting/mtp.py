@@ -22,9 +22,9 @@ from peftlab.drafting.state_network import (
     FORMAT,
     WEIGHTS,
     Attend,
-    EagleShape,
     LayerAttention,
     LayerMLP,
+    NetworkShape,
     RMSNorm,
     StateKind,
     StateNetwork,
@@ -34,12 +34,12 @@ from peftlab.drafting.state_network import (
     decoding_config,
     drafted_tokens,
     layer_config,
+    read_sizes,
     shape_for,
-    sizes,
     token_maps,
 )
 from peftlab.drafting.table import DRAFTS
-from peftlab.drafting.target import head_weight, input_embedding
+from peftlab.drafting.target import IDENTITY_FILE, head_weight, input_embedding
 from peftlab.errors import PeftlabError
 from peftlab.files import Json, member, read_object, write_json
 
@@ -50,7 +50,7 @@ class MtpLayer(nn.Module):
     At the start W is the map to the state, and attention and MLP add 0: the layer repeats the state's direction.
     """
 
-    def __init__(self, shape: EagleShape):
+    def __init__(self, shape: NetworkShape):
         super().__init__()
         width = shape.hidden_size
         self.self_attn, self.mlp = LayerAttention(shape, width, norms=True), LayerMLP(shape)
@@ -78,7 +78,7 @@ class Mtp(StateNetwork):
     Parameters are named as in the files of speculators' ``mtp``; the LM head's rows are the target's and not written.
     """
 
-    def __init__(self, shape: EagleShape, embedding: Tensor, head: Tensor, tokens: Tensor | None = None):
+    def __init__(self, shape: NetworkShape, embedding: Tensor, head: Tensor, tokens: Tensor | None = None):
         super().__init__(shape, embedding, head, tokens)
         self.mtp_layers = nn.ModuleList([MtpLayer(shape)])
         self.norm = nn.Identity()  # the layer ends with its own
@@ -193,7 +193,7 @@ def read_mtp(directory: str | Path, embedding: Tensor, head: Tensor) -> Mtp:
         or config.get("num_nextn_predict_layers", 1) != 1
     ):
         raise PeftlabError(f"{file}: not one layer of a Qwen3 of speculators' type mtp")
-    shape = replace(sizes(layer, file), features=(member(layer, "num_hidden_layers", int, file),))
+    shape = replace(read_sizes(layer, file), features=(member(layer, "num_hidden_layers", int, file),))
     check_embedding(shape, embedding, directory)
     tensors, _ = read_tensors(directory / WEIGHTS)
     drafted = config.get("draft_vocab_size", shape.vocab_size)
@@ -206,7 +206,7 @@ def read_mtp(directory: str | Path, embedding: Tensor, head: Tensor) -> Mtp:
     network.mtp_layers.load_state_dict(
         {name.removeprefix("mtp_layers."): tensor for name, tensor in tensors.items()}, assign=True
     )
-    network.ranks = read_ranks(directory)
+    network.ranks = read_ranks(directory / IDENTITY_FILE)
     return network.eval()
 
 

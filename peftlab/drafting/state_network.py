@@ -39,6 +39,7 @@ from peftlab.drafting.base import DraftKind, Loss, Pair, SavedDraft, ServedDraft
 from peftlab.drafting.config import StateConfig
 from peftlab.drafting.objectives import Objective, chunked_loss, make_objective
 from peftlab.drafting.target import (
+    IDENTITY_FILE,
     check_target,
     check_tokenizer,
     forward_hidden,
@@ -60,7 +61,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
-class EagleShape:
+class NetworkShape:
     """The sizes and flags of a network on the target's states, those of a layer of a Llama.
 
     Attributes:
@@ -95,7 +96,7 @@ def default_features(layers: int) -> tuple[int, ...]:
     return tuple(sorted(set(three)))
 
 
-def shape_for(target: PretrainedConfig, features: tuple[int, ...] | None = None) -> EagleShape:
+def shape_for(target: PretrainedConfig, features: tuple[int, ...] | None = None) -> NetworkShape:
     """Return a network's sizes for a target: those of the target's layers, where it names them as a Llama does.
 
     Args:
@@ -110,7 +111,7 @@ def shape_for(target: PretrainedConfig, features: tuple[int, ...] | None = None)
         head_dim = getattr(config, "head_dim", None)
     rope = getattr(config, "rope_parameters", None) or {}
     theta = rope.get("rope_theta") or getattr(config, "rope_theta", None) or 10000.0
-    return EagleShape(
+    return NetworkShape(
         vocab_size=config.vocab_size,
         hidden_size=width,
         intermediate_size=getattr(config, "intermediate_size", None) or 4 * width,
@@ -143,7 +144,7 @@ class LayerAttention(nn.Module):
         width: of what queries, keys and values are read from. norms: whether queries and keys of each head are normed.
     """
 
-    def __init__(self, shape: EagleShape, width: int, *, norms: bool = False):
+    def __init__(self, shape: NetworkShape, width: int, *, norms: bool = False):
         super().__init__()
         self.head_dim = shape.head_dim
         wide, narrow = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
@@ -161,14 +162,14 @@ class LayerAttention(nn.Module):
             project(hidden).view(b, n, -1, self.head_dim).transpose(1, 2)
             for project in (self.q_proj, self.k_proj, self.v_proj)
         )
-        seen = attend(_rotated(self.q_norm(q), *rotation), _rotated(self.k_norm(k), *rotation), v)
+        seen = attend(_rotate(self.q_norm(q), *rotation), _rotate(self.k_norm(k), *rotation), v)
         return self.o_proj(seen.transpose(1, 2).reshape(b, n, -1))
 
 
 class LayerMLP(nn.Module):
     """Computes down(SiLU(gate h) · up h), [..., H] -> [..., H]."""
 
-    def __init__(self, shape: EagleShape):
+    def __init__(self, shape: NetworkShape):
         super().__init__()
         self.gate_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
         self.up_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
@@ -196,7 +197,7 @@ class StateNetwork(nn.Module):
     ranks: RankRates | None = None
     norm: nn.Module
 
-    def __init__(self, shape: EagleShape, embedding: Tensor, head: Tensor, tokens: Tensor | None = None):
+    def __init__(self, shape: NetworkShape, embedding: Tensor, head: Tensor, tokens: Tensor | None = None):
         super().__init__()
         self.shape, self.features, self.vocab_size = shape, shape.features, shape.vocab_size
         self.lm_head = nn.Linear(shape.hidden_size, len(head), bias=False, device="meta")
@@ -291,12 +292,12 @@ class StateNetwork(nn.Module):
         return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = x.chunk(2, -1)
     return x * cos + torch.cat((-second, first), -1) * sin
 
 
-class EagleModel(nn.Module):
+class TargetWithNetwork(nn.Module):
     """A frozen target and the network on its states, as they train together."""
 
     def __init__(self, trunk: PreTrainedModel, network: StateNetwork):
@@ -454,7 +455,7 @@ class FeatureLoss:
 
 
 @torch.no_grad()
-def measure_features(model: EagleModel, data: Dataset, steps: int, batch_size: int = 16) -> list[Acceptance]:
+def measure_features(model: TargetWithNetwork, data: Dataset, steps: int, batch_size: int = 16) -> list[Acceptance]:
     """Return the acceptance of each step's predictions by the target, reading the text as in training.
 
     Args:
@@ -501,7 +502,7 @@ class StoredStates:
 
 
 @torch.no_grad()
-def store_states(model: EagleModel, texts: Sequence[Sequence[int]], cache: Path, most: float) -> StoredStates:
+def store_states(model: TargetWithNetwork, texts: Sequence[Sequence[int]], cache: Path, most: float) -> StoredStates:
     """Compute the states that are not in ``cache`` yet, file by file, and return the states of all texts.
 
     Args:
@@ -526,7 +527,7 @@ def store_states(model: EagleModel, texts: Sequence[Sequence[int]], cache: Path,
     def write() -> None:
         for path in [path for path in missing if not path.exists()]:
             with replacing(path) as temporary:
-                write_tensors(temporary, _computed(model, missing[path]), {})
+                write_tensors(temporary, _compute_states(model, missing[path]), {})
 
     write_missing([*parts], write)
     states: dict[tuple[int, ...], Tensor] = {}
@@ -553,7 +554,7 @@ def _check_room(cache: Path, each: int, tokens: int, missing: int, most: float) 
         raise PeftlabError(f"draft.store_gb: {size}, but {cache} has room for {free / 1e9:.3g} GB")
 
 
-def _computed(model: EagleModel, texts: Sequence[tuple[int, ...]]) -> dict[str, Tensor]:
+def _compute_states(model: TargetWithNetwork, texts: Sequence[tuple[int, ...]]) -> dict[str, Tensor]:
     """Compute the states of each text, [n, F + H] in bfloat16, by the text's number."""
     device = head_weight(model).device
     found: dict[str, Tensor] = {}
@@ -566,7 +567,7 @@ def _computed(model: EagleModel, texts: Sequence[tuple[int, ...]]) -> dict[str, 
 
 
 @torch.no_grad()
-def measure_ranks(model: EagleModel, data: Dataset, batch_size: int, depth: int) -> RankRates:
+def measure_ranks(model: TargetWithNetwork, data: Dataset, batch_size: int, depth: int) -> RankRates:
     """Return how often the choice of each rank is the target's own greedy token, depth by depth.
 
     Depth k counts at a place where the right tokens of all depths before were among their choices and are the text's
@@ -634,7 +635,7 @@ def drafted_tokens(tensors: dict[str, Tensor], drafted: int, vocabulary: int, di
     return tokens
 
 
-def layer_config(shape: EagleShape, dtype: torch.dtype) -> dict[str, Json]:
+def layer_config(shape: NetworkShape, dtype: torch.dtype) -> dict[str, Json]:
     """Return the configuration of a network's layer, as that of a Llama.
 
     Args:
@@ -689,7 +690,7 @@ def check_written(tensors: dict[str, Tensor], back: dict[str, Tensor], directory
         raise PeftlabError(f"{directory}: what was written is not what was trained; nothing was left behind")
 
 
-def sizes(layer: dict[str, Json], file: Path) -> EagleShape:
+def read_sizes(layer: dict[str, Json], file: Path) -> NetworkShape:
     """Return the sizes of a network from the configuration of its layer, without features.
 
     Args:
@@ -712,10 +713,10 @@ def sizes(layer: dict[str, Json], file: Path) -> EagleShape:
     eps, limit = layer.get("rms_norm_eps", 1e-6), layer.get("max_position_embeddings", 2048)
     if not isinstance(theta, float | int) or not isinstance(eps, float | int) or not isinstance(limit, int):
         raise PeftlabError(f"{file}: rope_theta, rms_norm_eps and max_position_embeddings must be numbers")
-    return EagleShape(v, width, between, heads, kv_heads, dim, float(eps), float(theta), limit, features=())
+    return NetworkShape(v, width, between, heads, kv_heads, dim, float(eps), float(theta), limit, features=())
 
 
-def check_embedding(shape: EagleShape, embedding: Tensor, directory: Path) -> None:
+def check_embedding(shape: NetworkShape, embedding: Tensor, directory: Path) -> None:
     """Raise ``PeftlabError`` where a target's embeddings [V, H] are not those that a network reads.
 
     Args:
@@ -753,7 +754,7 @@ class StateKind(DraftKind[StateT]):
         known: the target's states of the training text; None: it computes them.
     """
 
-    model: EagleModel
+    model: TargetWithNetwork
     known: StoredStates | None = None
 
     @abstractmethod
@@ -824,7 +825,7 @@ class StateKind(DraftKind[StateT]):
             network = self.start(start, target)
         network.parts_to(trainable_dtype(head), head.device)
         network.train().draft_only(head.to(trainable_dtype(head)), None)
-        self.model, self.adapted, self.target = EagleModel(target, network), target, target
+        self.model, self.adapted, self.target = TargetWithNetwork(target, network), target, target
         self.base = self.recipe.target if self.recipe.method is None else str(start)
 
     def start(self, place: str, target: PreTrainedModel) -> StateNetwork:
@@ -855,7 +856,7 @@ class StateKind(DraftKind[StateT]):
 
     def score(self, model: nn.Module, data: Dataset, batch_size: int) -> dict[str, float]:
         """Return the mean acceptance over the steps, and each step's own."""
-        assert isinstance(model, EagleModel)
+        assert isinstance(model, TargetWithNetwork)
         return rates_by_depth(measure_features(model, data, self.config.steps, batch_size))
 
     def save(self, train: Dataset) -> Tensor | None:
@@ -872,7 +873,7 @@ class StateKind(DraftKind[StateT]):
 
     def calibrate(self, held_out: Dataset, batch_size: int) -> None:
         """Measure on held-out text how often each choice of the network is right, and store the rates with it."""
-        write_ranks(self.stored, measure_ranks(self.model, held_out, batch_size, FeatureDrafter.depth))
+        write_ranks(self.stored / IDENTITY_FILE, measure_ranks(self.model, held_out, batch_size, FeatureDrafter.depth))
 
     def drafter(self, saved: SavedDraft | None) -> ServedDraft | None:
         """Return the target with the network read from disk; an untrained one drafts nothing."""

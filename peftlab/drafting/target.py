@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -197,16 +197,12 @@ def check_tokens(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase
     Raises:
         PeftlabError: naming the first token that differs and the way out.
     """
-    own, other = target.get_vocab(), draft.get_vocab() if draft is not None else None
-    if other is None or own == other:
-        return
-    differ = sorted(set(own.items()) ^ set(other.items()), key=lambda item: (item[1], item[0]))
-    token = differ[0][0]
-    raise PeftlabError(
-        f"draft: its tokenizer is not the target's: {len(differ)} entries differ, the first is {token!r} "
-        f"(target {own.get(token)}, draft {other.get(token)}). A draft must have been trained with the target's "
-        "token ids; use one of the same family, or draft: {kind: model, truncate: {layers: [...]}}"
-    )
+    if draft is not None and (differing := _token_difference(target, draft, "draft")):
+        raise PeftlabError(
+            f"draft: its tokenizer is not the target's: {differing}. A draft must have been trained "
+            "with the target's token ids; use one of the same family, or draft: {kind: model, truncate: {layers: "
+            "[...]}}"
+        )
 
 
 def check_tokenizers(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase, *, chat: bool) -> None:
@@ -219,12 +215,11 @@ def check_tokenizers(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizer
         PeftlabError: naming the first difference and the way out.
     """
     check_tokens(target, draft)
-    for name in ("bos_token_id", "eos_token_id"):
-        if getattr(target, name) != getattr(draft, name):
-            raise PeftlabError(
-                f"draft: {name} is {getattr(draft, name)}, the target's is {getattr(target, name)}; copy the "
-                "target's tokenizer files into the draft's directory"
-            )
+    for name, own, its in _special_differences(target, draft):
+        raise PeftlabError(
+            f"draft: {name} is {its}, the target's is {own}; copy the target's tokenizer files into the draft's "
+            "directory"
+        )
     templates = [getattr(tokenizer, "chat_template", None) for tokenizer in (target, draft)]
     if chat and templates[0] != templates[1]:
         raise PeftlabError(
@@ -242,19 +237,34 @@ def check_targets(target: PreTrainedTokenizerBase, other: PreTrainedTokenizerBas
     Raises:
         PeftlabError: naming it and the first difference.
     """
+    if differing := _token_difference(target, other, "there"):
+        raise PeftlabError(
+            f"data.targets: the tokenizer of {reference} is not the target's: {differing}. One draft "
+            "serves targets of one tokenizer; train another draft for it"
+        )
+    for name, own, its in _special_differences(target, other):
+        raise PeftlabError(f"data.targets: {name} of {reference} is {its}, the target's is {own}")
+
+
+def _token_difference(target: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase, where: str) -> str:
+    """Return in words how many entries of two vocabularies differ, and the first; "" where none does."""
     own, theirs = target.get_vocab(), other.get_vocab()
     differ = sorted(set(own.items()) ^ set(theirs.items()), key=lambda item: (item[1], item[0]))
-    if differ:
-        token = differ[0][0]
-        raise PeftlabError(
-            f"data.targets: the tokenizer of {reference} is not the target's: {len(differ)} entries differ, the first "
-            f"is {token!r} (target {own.get(token)}, there {theirs.get(token)}). One draft serves targets of one "
-            "tokenizer; train another draft for it"
-        )
+    if not differ:
+        return ""
+    token = differ[0][0]
+    ids = f"target {own.get(token)}, {where} {theirs.get(token)}"
+    return f"{len(differ)} entries differ, the first is {token!r} ({ids})"
+
+
+def _special_differences(
+    target: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase
+) -> Iterator[tuple[str, int | None, int | None]]:
+    """Yield the name, the target's id and the other's of each special token whose ids differ."""
     for name in ("bos_token_id", "eos_token_id"):
-        mine, its = getattr(target, name), getattr(other, name)
-        if mine != its:
-            raise PeftlabError(f"data.targets: {name} of {reference} is {its}, the target's is {mine}")
+        own, its = getattr(target, name), getattr(other, name)
+        if own != its:
+            yield name, own, its
 
 
 def check_models(target: PreTrainedModel, draft: PreTrainedModel, length: int) -> None:

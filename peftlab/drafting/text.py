@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -16,7 +16,6 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from peftlab.checkpoints.tensors import read_tensors, write_tensors
-from peftlab.decoding.cache import Engine
 from peftlab.decoding.decode import StoppingCriteria, decode
 from peftlab.decoding.engines import build_engine
 from peftlab.decoding.model_free import END, SuffixAutomaton
@@ -165,10 +164,13 @@ def write_continuations(
         if not (directory / "data.json").exists():
             write_json(directory / "data.json", note)
         engine: Engine | None = None
+        stopping = StoppingCriteria(writing.max_new_tokens, eos)
         for start in [start for start, part in parts.items() if not part.exists()]:
             engine = engine or build_engine(target)
-            rows = _batch(engine, batches[start], writing, start, eos)
-            lines = [json.dumps({"prompt_ids": list(p), "response_ids": r}) for p, r in rows]
+            sampling = Sampling(writing.temperature, top_p=writing.top_p, seed=writing.seed + start)
+            outputs = decode(engine, batches[start], stopping, sampling=sampling)
+            rows = zip(batches[start], outputs, strict=True)
+            lines = [json.dumps({"prompt_ids": list(ids), "response_ids": output.tokens}) for ids, output in rows]
             write_text(parts[start], "\n".join(lines) + "\n")
 
     write_missing([directory / "data.json", *parts.values()], write)
@@ -186,15 +188,6 @@ def write_missing(files: Sequence[Path], write: Callable[[], None]) -> None:
     if not all(file.exists() for file in files):
         with locked(files[0].with_name(f"{LOCK}-{files[0].name}"), files[0].parent, wait=math.inf):
             write()
-
-
-def _batch(
-    engine: Engine, prompts: Sequence[Sequence[int]], writing: WritingSettings, start: int, eos: frozenset[int]
-) -> Iterator[tuple[Sequence[int], list[int]]]:
-    sampling = Sampling(writing.temperature, top_p=writing.top_p, seed=writing.seed + start)
-    outputs = decode(engine, prompts, StoppingCriteria(writing.max_new_tokens, eos), sampling=sampling)
-    for prompt, output in zip(prompts, outputs, strict=True):
-        yield prompt, output.tokens
 
 
 def _read_part(path: Path, count: int) -> list[Request]:

@@ -18,8 +18,8 @@ from peftlab.drafting.acceptance import RANKS, ceiling, write_ranks
 from peftlab.drafting.eagle import EagleStep, read_eagle, write_eagle
 from peftlab.drafting.objectives import Objective
 from peftlab.drafting.state_network import (
-    EagleModel,
     FeatureLoss,
+    TargetWithNetwork,
     default_features,
     measure_features,
     measure_ranks,
@@ -27,7 +27,7 @@ from peftlab.drafting.state_network import (
     store_states,
     unroll,
 )
-from peftlab.drafting.target import TargetIdentity, forward_hidden, head_weight, input_embedding
+from peftlab.drafting.target import IDENTITY_FILE, TargetIdentity, forward_hidden, head_weight, input_embedding
 from peftlab.drafting.text import Collate, make_dataset
 from peftlab.errors import PeftlabError
 from peftlab.tasks.prompts import Request
@@ -127,7 +127,7 @@ def test_usual_features() -> None:
 def test_training_lowers_the_loss_of_every_step(target, name, tokens) -> None:
     data = make_dataset(requests(8))
     network = eagle(target, tokens).train()
-    model = EagleModel(target, network)
+    model = TargetWithNetwork(target, network)
     target.requires_grad_(False)
     trained = [p for p in model.parameters() if p.requires_grad]
     assert {id(p) for p in trained} == {id(p) for n, p in network.named_parameters() if n != "lm_head.weight"}
@@ -163,7 +163,7 @@ def test_the_loss_of_a_step_by_hand(target) -> None:
     p = (hidden[-1] @ head_weight(target)[TOKENS].T).log_softmax(-1)[0]
     q = network.logits(states).log_softmax(-1)[0]
     expected = sum((p[t + 1].exp() * (p[t + 1] - q[t])).sum() for t in rows)
-    found = FeatureLoss(Objective("kl"), 1, 1.0)(EagleModel(target, network), batch)
+    found = FeatureLoss(Objective("kl"), 1, 1.0)(TargetWithNetwork(target, network), batch)
     torch.testing.assert_close(found, expected)
 
 
@@ -171,7 +171,7 @@ def test_regression_brings_the_state_nearer(target) -> None:
     """EAGLE-1 as a setting: the state that the LM head reads, in and out, one step."""
     data, network = make_dataset(requests(8)), eagle(target, features=(4,)).train()
     target.requires_grad_(False)
-    model, batch = EagleModel(target, network), Collate()([data[i] for i in range(8)])
+    model, batch = TargetWithNetwork(target, network), Collate()([data[i] for i in range(8)])
     alone, both = (FeatureLoss(Objective("kl"), 1, 1.0, weight) for weight in (0.0, 10.0))
 
     def distance() -> float:
@@ -214,7 +214,7 @@ def test_rates_by_depth_and_rank_are_counted_where_a_tree_can_reach(target, tmp_
     written = [Request(row[:3], row[3:]) for row in text.tolist()]
     written[1] = Request(written[1].prompt, [*written[1].response[:6], 30, *written[1].response[6:9]])
     network = eagle(target, text.unique())
-    found = measure_ranks(EagleModel(target, network), make_dataset(written), 5, 3)
+    found = measure_ranks(TargetWithNetwork(target, network), make_dataset(written), 5, 3)
     right, tried = counted(target, network, written, 3)
     assert tried[0] > tried[1] > tried[2] > 0
     assert found == RankRates.counted(right, tried)
@@ -222,7 +222,7 @@ def test_rates_by_depth_and_rank_are_counted_where_a_tree_can_reach(target, tmp_
     assert read_eagle(tmp_path, input_embedding(target)).ranks is None
     TargetIdentity("t", "", {}).write(tmp_path)
     assert read_eagle(tmp_path, input_embedding(target)).ranks is None
-    write_ranks(tmp_path, found)
+    write_ranks(tmp_path / IDENTITY_FILE, found)
     assert read_eagle(tmp_path, input_embedding(target)).ranks == found
     (tmp_path / "target.json").write_text(json.dumps({"rank_acceptance": [[0.2, 0.5]]}))
     with pytest.raises(PeftlabError, match=r"target\.json: rank_acceptance is not"):
@@ -247,7 +247,7 @@ def test_what_is_rounded_keeps_the_rows_of_the_target(sixteen: bool) -> None:
 def test_stored_states_train_alike_and_the_target_does_not_run_again(target, tmp_path: Path, monkeypatch) -> None:
     rows = make_dataset([*requests(40), *requests(2)])
     network = eagle(target, TOKENS).train()
-    model, passes = EagleModel(target, network), []
+    model, passes = TargetWithNetwork(target, network), []
     target.requires_grad_(False)
     hook = target.register_forward_hook(lambda *_: passes.append(1))
     stored = store_states(model, rows["input_ids"], tmp_path, most=1.0)
@@ -292,7 +292,7 @@ def test_known_states_pass_through_the_wrapped_model(target, tmp_path: Path) -> 
     """DDP averages gradients only after a forward pass through it: without one, each process would train on its own."""
     rows = make_dataset(requests(4))
     target.requires_grad_(False)
-    model, batch = EagleModel(target, eagle(target, TOKENS).train()), Collate()([rows[i] for i in range(4)])
+    model, batch = TargetWithNetwork(target, eagle(target, TOKENS).train()), Collate()([rows[i] for i in range(4)])
     stored = store_states(model, rows["input_ids"], tmp_path, most=1.0)
     dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'rendezvous'}", world_size=1, rank=0)
     try:

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from peftlab.decoding.state_drafters import HeadsDrafter
 from peftlab.decoding.theory import RankRates, best_tree
-from peftlab.drafting.acceptance import RANKS
+from peftlab.drafting.acceptance import RANKS, write_ranks
 from peftlab.drafting.heads import (
     HeadsLoss,
     MedusaHeads,
@@ -21,7 +21,6 @@ from peftlab.drafting.heads import (
     measure_ranks,
     read_medusa,
     write_medusa,
-    write_ranks,
 )
 from peftlab.drafting.objectives import Objective, kl
 from peftlab.drafting.target import head_weight, last_hidden
@@ -168,7 +167,7 @@ def test_rates_by_head_and_rank_are_counted_where_a_tree_can_reach(tmp_path: Pat
     assert tried[0] > tried[2] > 0
     assert found == RankRates.counted(right, tried)
     write_medusa(model.heads, tmp_path / "m")
-    write_ranks(tmp_path / "m", found)
+    write_ranks(tmp_path / "m" / "config.json", found)
     back = read_medusa(tmp_path / "m")
     assert back.ranks == found
     drafter = HeadsDrafter(back)

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from peftlab.decoding.cache import KVCache
 from peftlab.drafting.mtp import Mtp, MtpStep, new_layer, read_mtp, write_mtp
 from peftlab.drafting.objectives import Objective, kl
-from peftlab.drafting.state_network import EagleModel, FeatureLoss, predictions, unroll
+from peftlab.drafting.state_network import FeatureLoss, TargetWithNetwork, predictions, unroll
 from peftlab.drafting.target import forward_hidden, head_weight, input_embedding
 from peftlab.drafting.text import Collate, make_dataset
 from peftlab.errors import PeftlabError
@@ -62,7 +62,7 @@ def test_one_token_is_the_first_of_several(target: Any, network: Mtp) -> None:
         (one,), several = unroll(network, hidden, ids, 1), list(unroll(network, hidden, ids, 3))
     assert torch.equal(one, several[0]) and not torch.allclose(several[1][:, :-1], one[:, 1:], atol=1e-2)
     rows = make_dataset(requests())
-    inputs, model = Collate(pad=2)([rows[i] for i in range(len(rows))]), EagleModel(target, network)
+    inputs, model = Collate(pad=2)([rows[i] for i in range(len(rows))]), TargetWithNetwork(target, network)
     first, both = (FeatureLoss(Objective("kl"), steps, 0.6)(model, inputs) for steps in (1, 2))
     ids, places = inputs["input_ids"], predictions(inputs["weights"], 2)
     hidden = forward_hidden(target, ids, inputs["attention_mask"])[-1]

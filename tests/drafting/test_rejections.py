@@ -16,7 +16,7 @@ from peftlab.drafting.heads import HeadsLoss
 from peftlab.drafting.live import LiveRequest, RejectionTopK, rejected_tokens, rejection_dataset
 from peftlab.drafting.objectives import Objective, PairLoss, topk_targets
 from peftlab.drafting.pard import PardLoss
-from peftlab.drafting.state_network import EagleModel, FeatureLoss
+from peftlab.drafting.state_network import FeatureLoss, TargetWithNetwork
 from peftlab.drafting.text import Collate, make_dataset
 from peftlab.tasks.prompts import Request
 from tests.eagle_models import eagle
@@ -32,7 +32,7 @@ def _heads() -> tuple[Any, Any]:
 
 def _eagle() -> tuple[Any, Any]:
     target = tiny(3, layers=4).requires_grad_(False)
-    return FeatureLoss(Objective("kl"), 3, 0.8), EagleModel(target, eagle(target))
+    return FeatureLoss(Objective("kl"), 3, 0.8), TargetWithNetwork(target, eagle(target))
 
 
 def _pard() -> tuple[Any, Any]:
