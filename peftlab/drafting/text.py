@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from peftlab.checkpoints.tensors import read_tensors, write_tensors
+from peftlab.decoding.cache import Engine
 from peftlab.decoding.decode import StoppingCriteria, decode
 from peftlab.decoding.engines import build_engine
 from peftlab.decoding.model_free import END, SuffixAutomaton
