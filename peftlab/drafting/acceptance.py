@@ -188,7 +188,7 @@ def read_ranks(file: Path) -> RankRates | None:
     Raises:
         PeftlabError: they are not lists of one length, positive and falling.
     """
-    stored = read_object(file).get(KEY) if file.exists() else None
+    stored: object = read_object(file).get(KEY) if file.exists() else None
     if stored is None:
         return None
     rates = tuple(tuple(each) for each in stored) if isinstance(stored, list) and all(map(_is_list, stored)) else ()
