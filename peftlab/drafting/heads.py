@@ -257,7 +257,7 @@ class MedusaHeads(HeadStack):
         return torch.stack([head(block(hidden)) for block, head in zip(self.blocks, self.lm_heads, strict=True)])
 
     def states(self, head: int, hidden: Tensor, before: Tensor) -> Tensor:
-        """See ``HeadStack``; the tokens before are not read."""
+        """Return what a head's W2 reads, as in ``HeadStack``; the tokens before are not read."""
         return self.blocks[head](as_parameters(self.blocks[head], hidden))
 
     def addend(self, before: Tensor) -> tuple[Tensor, Tensor] | None:
@@ -266,7 +266,7 @@ class MedusaHeads(HeadStack):
         return None if markov is None else (markov.markov_w1(before[:, -1]), markov.markov_w2.weight)
 
     def tokens(self, hidden: Tensor, last: Tensor, tree: Sequence[TreePath], ids: Tensor | None = None) -> Tensor:
-        """See ``HeadStack``."""
+        """Return the tokens of a tree, as in ``HeadStack``."""
         return tree_tokens(self(hidden), last, tree, self.markov_head, ids)
 
 
@@ -308,12 +308,12 @@ class HydraHeads(HeadStack):
         self.register_buffer("embedding", embedding.detach(), persistent=False)
 
     def states(self, head: int, hidden: Tensor, before: Tensor) -> Tensor:
-        """See ``HeadStack``."""
+        """Return what a head's W2 reads, as in ``HeadStack``: the state and the embeddings of the tokens before."""
         embedded = F.embedding(before, self.embedding).flatten(-2).to(hidden.dtype)
         return self.blocks[head](as_parameters(self.blocks[head], torch.cat((hidden, embedded), -1)))
 
     def tokens(self, hidden: Tensor, last: Tensor, tree: Sequence[TreePath], ids: Tensor | None = None) -> Tensor:
-        """See ``HeadStack``; each node's children follow from the tokens on its path."""
+        """Return the tokens of a tree, as in ``HeadStack``; children of a node follow from the tokens on its path."""
 
         def following(level: int, before: Tensor) -> Tensor:
             every = hidden[:, None].expand(-1, before.shape[1], -1)
