@@ -281,7 +281,7 @@ def eval_(
 ) -> object:
     """Score a run, an adapter or a model on its recipe's task."""
     from peftlab.pipelines.evaluate import score_trained
-    from peftlab.reporting.console import score_lines
+    from peftlab.reporting.facts import score_lines
 
     found = score_trained(reference, recipe, overrides or [], latency=latency, device=device)
     show(*score_lines(found.scores, found.examples), *([] if found.timed is None else [found.timed.line()]))

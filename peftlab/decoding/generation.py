@@ -16,7 +16,7 @@ from peftlab.decoding.decode import StoppingCriteria, decode
 from peftlab.decoding.engines import build_engine
 from peftlab.decoding.sampling import Sampling
 from peftlab.errors import PeftlabError
-from peftlab.tasks.config import GenerateConfig
+from peftlab.tasks.table import GenerateConfig
 from peftlab.untyped import Unwrapped
 
 Answering = Callable[[Sequence[Sequence[int]]], list[list[int]]]

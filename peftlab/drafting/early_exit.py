@@ -26,7 +26,7 @@ from peftlab.drafting.target import forward_hidden, frozen_hidden, head_weight, 
 from peftlab.errors import PeftlabError
 from peftlab.methods.inject import disabled
 from peftlab.models.load import eval_mode
-from peftlab.training.faults import STEPS
+from peftlab.training.loop import FIRST_STEPS
 
 
 @dataclass(frozen=True)
@@ -281,7 +281,7 @@ class EarlyExitLoss:
         """
         active = training_exits(self.curriculum, len(self.exits), step, steps, self.every)
         self._shares = loss_shares(self.weights, active)
-        self._growth = dropout_growth(self.schedule, step, steps) if step >= STEPS else 0.0
+        self._growth = dropout_growth(self.schedule, step, steps) if step >= FIRST_STEPS else 0.0
         trained = [str(exit_.layers) for exit_, on in zip(self.exits, active, strict=True) if on]
         return "" if self.curriculum is None else f" exits {','.join(trained)}"
 

@@ -28,7 +28,7 @@ from peftlab.drafting.text import Collate, weights_digest, write_missing
 from peftlab.errors import PeftlabError
 from peftlab.files import Json, replacing
 from peftlab.section import Section
-from peftlab.tasks.batches import epoch_batches
+from peftlab.training.order import epoch_batches
 
 
 @dataclass(frozen=True)

@@ -36,10 +36,10 @@ from peftlab.files import (
     write_text,
 )
 from peftlab.references import locate
+from peftlab.tasks.batches import Row
 from peftlab.tasks.data import listed, quoted, read_table, table_suffix
 from peftlab.tasks.data import read_text as read_any_text
 from peftlab.tasks.prompts import Request
-from peftlab.tasks.tokens import Row
 
 
 def make_dataset(

@@ -209,7 +209,7 @@ def write_and_print_results(run_dir: Path, results: dict[str, Json]) -> None:
         run_dir: the run's directory.
         results: the contents of ``results.json``.
     """
-    from peftlab.reporting.console import print_results
+    from peftlab.reporting.facts import print_results
 
     write_results(run_dir, results)
     print_results(results, run_dir)

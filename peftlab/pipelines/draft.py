@@ -66,7 +66,7 @@ from peftlab.pipelines.merge import Latency, MergeCheck, merge_latency, verify_m
 from peftlab.recipe.load import dump_recipe
 from peftlab.recipe.schema import DraftRecipe, injected_method
 from peftlab.registry import resolve
-from peftlab.reporting.console import trainable_line
+from peftlab.reporting.facts import trainable_line
 from peftlab.tasks.problem import Scores, TrainingProblem
 from peftlab.tasks.prompts import Request, read_conversations, read_prompt_ids, read_requests
 from peftlab.training.distributed import check_trackers, make_accelerator

@@ -50,24 +50,18 @@ from peftlab.recipe.load import dump_recipe
 from peftlab.recipe.schema import FinetuneRecipe, injected_method
 from peftlab.references import local_copy
 from peftlab.registry import resolve
-from peftlab.reporting.cards import CardInfo, adapter_card, training
-from peftlab.reporting.console import trainable_line
-from peftlab.reporting.facts import data_lines
-from peftlab.tasks.batches import eval_batches
-from peftlab.tasks.config import GenerateConfig
+from peftlab.reporting.facts import CardInfo, adapter_card, data_lines, trainable_line, training_section
+from peftlab.tasks.batches import Row, eval_batches, model_inputs
 from peftlab.tasks.data import listed
 from peftlab.tasks.generated import Answer, Contexts, check_packages, score
 from peftlab.tasks.labelled_rows import MISSING
 from peftlab.tasks.language_examples import TOO_LONG
 from peftlab.tasks.metrics import ClassScores, HardExample
 from peftlab.tasks.problem import ModelSource, RowSharing, Scores, TaskOptions, TaskProblem, TrainingProblem
-from peftlab.tasks.table import find_task
-from peftlab.tasks.tokens import Row, model_inputs
+from peftlab.tasks.table import GenerateConfig, find_task
 from peftlab.training.config import TrainConfig
 from peftlab.training.distributed import AsTrained, check_trackers, make_accelerator
-from peftlab.training.faults import memory_advice
-from peftlab.training.loop import train
-from peftlab.training.optimiser import widen_to_fp32
+from peftlab.training.loop import memory_advice, train, widen_to_fp32
 from peftlab.training.state import SelectionResult
 from peftlab.untyped import Unwrapped
 
@@ -340,7 +334,7 @@ def _write_run(
         task.tokenizer.save_pretrained(staging)
         write_text(staging / "README.md", adapter_card(card))
     if merging is not None:
-        options = replace(merging, recipe=dump_recipe(recipe), training=training(card))
+        options = replace(merging, recipe=dump_recipe(recipe), training=training_section(card))
         merge_checkpoint(run_dir / "adapter", recipe.model, run_dir / "merged", options)
         write_results(run_dir, results.as_json())
         what = (run_dir / "adapter", recipe.model, run_dir / "merged", sample_inputs(task, EXAMPLES))

@@ -22,7 +22,8 @@ from peftlab.models.config import find_model
 from peftlab.models.load import Bounded, check_directory, empty_model, load_config
 from peftlab.references import locate
 from peftlab.reporting import facts
-from peftlab.reporting.console import LongName, plain_table
+from peftlab.reporting.console import LongName
+from peftlab.reporting.facts import plain_table
 from peftlab.untyped import Attributes, KnownModel
 
 if TYPE_CHECKING:

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from peftlab.pipelines.evaluate import Trained
-    from peftlab.tasks.answers import Answers, Predictions
-    from peftlab.tasks.tokens import Row
+    from peftlab.tasks.batches import Row
+    from peftlab.tasks.labelled import Answers, Predictions
 
 
 STREAM = "-"

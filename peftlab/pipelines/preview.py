@@ -25,13 +25,12 @@ from peftlab.recipe.schema import FinetuneRecipe, Recipe, injected_method
 from peftlab.registry import resolve
 from peftlab.remote import local_place
 from peftlab.reporting.facts import data_lines
-from peftlab.tasks.answers import Answers
+from peftlab.tasks.batches import model_inputs, tokenise
 from peftlab.tasks.data import tables_read
-from peftlab.tasks.labelled import class_counts, repeated_rows
+from peftlab.tasks.labelled import Answers, class_counts, repeated_rows
 from peftlab.tasks.labelled_rows import load_task_data
 from peftlab.tasks.language_examples import Tokens, collate
 from peftlab.tasks.table import find_task
-from peftlab.tasks.tokens import model_inputs, tokenise
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

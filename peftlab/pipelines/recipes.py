@@ -12,9 +12,8 @@ from peftlab.recipe.load import load_recipe, runs_of
 from peftlab.recipe.schema import AnyTable, DraftRecipe, FinetuneRecipe, Recipe
 from peftlab.references import locate
 from peftlab.registry import resolve
-from peftlab.tasks.config import DataConfig
 from peftlab.tasks.data import tables_read
-from peftlab.tasks.table import Task, find_task
+from peftlab.tasks.table import DataConfig, Task, find_task
 
 if TYPE_CHECKING:
     from peftlab.pipelines.draft import DraftResults

@@ -62,8 +62,7 @@ from peftlab.registry import resolve
 from peftlab.reporting.drafts import stream_page, window_line
 from peftlab.tasks.prompts import Request, read_requests
 from peftlab.training.distributed import make_accelerator
-from peftlab.training.faults import Interrupted
-from peftlab.training.loop import train
+from peftlab.training.loop import Interrupted, train
 
 SETTINGS, STREAM = "settings.json", "stream.json"  # of an update that serves a stream: at its start and at its end
 

@@ -19,8 +19,7 @@ from peftlab.models.config import Base, BaseConfig, MergeConfig
 from peftlab.registry import resolve
 from peftlab.remote import check_url
 from peftlab.section import Section, Seed
-from peftlab.tasks.config import DataConfig, GenerateConfig, PreferenceObjective, Problem
-from peftlab.tasks.table import TASKS, Task, find_task
+from peftlab.tasks.table import TASKS, DataConfig, GenerateConfig, PreferenceObjective, Problem, Task, find_task
 from peftlab.training.config import TrainConfig
 
 if TYPE_CHECKING:

@@ -17,9 +17,8 @@ from peftlab.methods.config import METHODS
 from peftlab.references import local_copy
 from peftlab.registry import resolve
 from peftlab.reporting import facts
-from peftlab.reporting.console import plain_table
-from peftlab.reporting.pages import render, run_page
-from peftlab.reporting.plots import Line, Plot, line_plot, read_history
+from peftlab.reporting.facts import plain_table
+from peftlab.reporting.pages import Line, Plot, line_plot, read_history, render, run_page
 from peftlab.reporting.table_scores import lower_is_better, paired_gain
 from peftlab.tasks.table import HIGH, LOW
 

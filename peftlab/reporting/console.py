@@ -6,16 +6,14 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich import box
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from peftlab.reporting import facts
+from peftlab.reporting.facts import label, number, percent, plain_table
 
 if TYPE_CHECKING:
     from peftlab.checkpoints.engines import AdapterCheck, Conversion
@@ -27,7 +25,6 @@ LAYER = re.compile(r"(?<=\.)\d+(?=\.)")
 _INDENT = "  "
 _LOADS = {True: "yes", False: "no", "unknown": "unknown"}
 _NAMES = 8  # shown of a long list
-_CLASSES, _CONFUSED = 30, 8  # classes in the table of scores, and in the confusion matrix
 
 
 class LongName:
@@ -66,86 +63,6 @@ def fold_name(name: str, width: int) -> list[str]:
     return lines
 
 
-def results_table(results: facts.Results) -> Table:
-    """Return the numbers of ``results.json``: the score and its baseline first, the merge last."""
-    table = plain_table(title=f"{results['task']}, {results['method']}")
-    table.show_header = False
-    table.add_column(style="dim", overflow="fold")
-    table.add_column(overflow="fold")
-    metric = str(results["metric"])
-    table.add_row(Text(facts.label(metric)), Text(facts.number(results["score"]), style="bold green"))
-    if results.get("baseline_score") is not None:
-        against = f"{facts.number(results['baseline_score'])} ({facts.gain(results)})"
-        table.add_row(Text(facts.baseline_name(metric)), Text(against))
-    headline = next((score for score in facts.scores(results) if score.name == facts.deciding_name(results)), None)
-    if headline is not None and headline.last not in (None, headline.value):
-        table.add_row(Text("at the last evaluation"), Text(facts.number(headline.last)))
-    for score in facts.other_scores(results):
-        compared = f" ({score.comparison()})" if score.comparison() else ""
-        table.add_row(Text(score.name), Text(facts.number(score.value) + compared))
-    for name, text in facts.answer_scores(results).items():
-        table.add_row(Text(f"answers: {name}"), Text(text))
-    table.add_section()
-    for name, text in facts.facts(results).items():
-        table.add_row(Text(name), Text(text))
-    merge = dict(facts.flatten(results.get("merge") or {}))
-    if merge:
-        table.add_section()
-    for key, value in merge.items():
-        table.add_row(Text(f"merge: {facts.label(key)}"), Text(facts.number(value)))
-    return table
-
-
-def class_tables(results: facts.Results) -> list[Table]:
-    """Return the scores by class and, for a few classes, the confusion matrix."""
-    tables = []
-    if header_and_rows := facts.class_score_rows(results, _CLASSES):
-        tables.append(_table_of_cells("by class", header_and_rows))
-    if (matrix := facts.confusion(results, _CONFUSED)) is not None:
-        header = ("label, predicted:", *matrix.names)
-        rows = [(name, *map("{:,}".format, row)) for name, row in zip(matrix.names, matrix.counts, strict=True)]
-        tables.append(_table_of_cells("confusion", [header, *rows]))
-    return tables
-
-
-def _table_of_cells(title: str, rows: list[tuple[str, ...]]) -> Table:
-    """Return a table whose rows are a name and then numbers; the first row is the header."""
-    table = plain_table(title=title)
-    for i, column in enumerate(rows[0]):
-        table.add_column(Text(column), justify="right" if i else "left", overflow="fold")
-    for row in rows[1:]:
-        table.add_row(*map(Text, row))
-    return table
-
-
-def print_results(results: facts.Results, run_dir: str | Path) -> None:
-    """Print the table of results and, on lines that are never broken, a remark on the score and the run directory.
-
-    Args:
-        results: the contents of ``results.json``.
-        run_dir: the run's directory.
-    """
-    console = Console()
-    console.print(results_table(results))
-    for table in class_tables(results):
-        console.print(table)
-    remark = facts.baseline_remark(results)
-    if remark:
-        console.print(Text(remark), soft_wrap=True)
-    console.print(Text(f"run directory: {run_dir}"), soft_wrap=True)
-
-
-def trainable_line(trainable: int, total: int) -> str:
-    """Return peft's ``trainable params: 294,912 || all params: 124,940,546 || trainable%: 0.2360``.
-
-    Args:
-        trainable: number of trainable parameters.
-        total: number of all parameters.
-    """
-    share = 100 * trainable / total if total else 0.0
-    return f"trainable params: {trainable:,} || all params: {total:,} || trainable%: {share:.4f}"
-
-
 def merge_table(report: MergeReport) -> Table:
     """Return a table of what a merge changed, one row for all tensors whose names differ only in the layer.
 
@@ -166,26 +83,11 @@ def merge_table(report: MergeReport) -> Table:
         table.add_row(
             LongName(name),
             str(len(rows)),
-            facts.percent(sum(ratios) / len(ratios)) if ratios else rows[0].kind,
-            facts.percent(sum(row.changed for row in rows) / len(rows)),
-            facts.percent(min(row.survived if row.kept is None else row.kept for row in rows)),
+            percent(sum(ratios) / len(ratios)) if ratios else rows[0].kind,
+            percent(sum(row.changed for row in rows) / len(rows)),
+            percent(min(row.survived if row.kept is None else row.kept for row in rows)),
         )
     return table
-
-
-def score_lines(scores: Mapping[str, Mapping[str, float]], examples: Mapping[str, int]) -> list[str]:
-    """Return a line of metrics for each split, with the number of examples that they are computed on.
-
-    Args:
-        scores: metrics by split.
-        examples: number of examples by split.
-    """
-    lines = []
-    for name, metrics in scores.items():
-        what = f"{name} ({examples[name]:,} examples)" if name in examples else name
-        what = "latency, the base model's being 1" if name == "latency" else what
-        lines.append(f"{what}: " + ", ".join(f"{key} {text}" for key, text in facts.with_intervals(metrics).items()))
-    return lines
 
 
 def recipes_table(rows: Iterable[Mapping[str, object]]) -> Table:
@@ -194,9 +96,9 @@ def recipes_table(rows: Iterable[Mapping[str, object]]) -> Table:
     columns = list(dict.fromkeys(key for row in rows for key in row))
     table = plain_table(title="recipes")
     for i, column in enumerate(columns):
-        table.add_column(Text(facts.label(column)), no_wrap=i == 0, overflow="fold")
+        table.add_column(Text(label(column)), no_wrap=i == 0, overflow="fold")
     for row in rows:
-        cells = [facts.number(row.get(column, "")) for column in columns]
+        cells = [number(row.get(column, "")) for column in columns]
         table.add_row(*(Text(cell) if " " in cell else LongName(cell) for cell in cells))
     return table
 
@@ -232,11 +134,6 @@ def error(message: str) -> None:
     """Print ``error: message`` to stderr, without line breaks, so that a path in it can be copied."""
     console = Console(stderr=True)
     console.print(Text.assemble(("error:", "bold red"), " ", message), soft_wrap=True)
-
-
-def plain_table(title: str) -> Table:
-    """Return an empty table with a title, in the style of all of them."""
-    return Table(title=Text(title), title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
 
 
 def generation_line(
@@ -307,7 +204,7 @@ def extraction_table(done: Extraction) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     for row in done.modules:
         exact = "" if row.exact else " *"
-        table.add_row(LongName(row.name), str(row.rank), facts.percent(row.ratio), f"{row.error:.2e}{exact}")
+        table.add_row(LongName(row.name), str(row.rank), percent(row.ratio), f"{row.error:.2e}{exact}")
     if not all(row.exact for row in done.modules):
         table.caption = "* measured on the factors of a randomised factorisation; the least possible may be smaller"
     return table

@@ -16,8 +16,7 @@ from rich.table import Table
 from peftlab.decoding.planning import MeasuredAdvice, MeasuredPlan, best_gamma_at
 from peftlab.decoding.theory import GAIN_ALPHAS
 from peftlab.files import Json, member, read_object, to_json
-from peftlab.reporting.pages import drafted_example, render, require
-from peftlab.reporting.plots import INK, SERIES, Plot, acceptance_plots, figure
+from peftlab.reporting.pages import INK, SERIES, Plot, acceptance_plots, drafted_example, figure, render, require
 
 if TYPE_CHECKING:
     from peftlab.decoding.benchmark import DraftedText

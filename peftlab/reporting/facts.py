@@ -1,14 +1,27 @@
-"""The numbers of ``results.json`` as labelled, readable text: shared by console, HTML page and cards."""
+"""A run's ``results.json`` as text: labelled numbers, for all pages and tables, the terminal's table, model cards."""
 
 from __future__ import annotations
 
+import json
 import math
 import unicodedata
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from peftlab.errors import PeftlabError
 from peftlab.tasks.table import HIGH, LOW
+
+if TYPE_CHECKING:
+    from huggingface_hub import EvalResult
+
+    from peftlab.checkpoints.merge_plan import Training
 
 Results = Mapping[str, object]
 """The contents of ``results.json``; its keys are the fields of ``FinetuneResults`` and ``DraftResults``."""
@@ -275,7 +288,7 @@ def answer_scores(results: Results) -> dict[str, str]:
     }
 
 
-def facts(results: Results) -> dict[str, str]:
+def details(results: Results) -> dict[str, str]:
     """Return label and text of everything in ``results`` that is shown nowhere else.
 
     Absent or null values have no row. Keys without a sentence of their own come last, under their own name.
@@ -326,7 +339,7 @@ def facts(results: Results) -> dict[str, str]:
     return rows | {label(key): number(value) for key, value in flatten(rest)}
 
 
-# Classes
+# --- Classes.
 
 Counts = Mapping[str, Mapping[str, int]]
 """Class name to its number of examples by split, as ``classes`` of ``results.json``."""
@@ -465,3 +478,256 @@ def _one_line(name: str) -> str:
     """Return a class name on one line, shortened where it is long."""
     line = " ".join(name.split())
     return line if len(line) <= 40 else f"{line[:37]}..."
+
+
+# --- The terminal: ASCII tables that fit into 80 columns and into a log file.
+_TERMINAL_CLASSES, _TERMINAL_CONFUSED = 30, 8  # classes in the table of scores, and in the confusion matrix
+
+
+def results_table(results: Results) -> Table:
+    """Return the numbers of ``results.json``: the score and its baseline first, the merge last."""
+    table = plain_table(title=f"{results['task']}, {results['method']}")
+    table.show_header = False
+    table.add_column(style="dim", overflow="fold")
+    table.add_column(overflow="fold")
+    metric = str(results["metric"])
+    table.add_row(Text(label(metric)), Text(number(results["score"]), style="bold green"))
+    if results.get("baseline_score") is not None:
+        against = f"{number(results['baseline_score'])} ({gain(results)})"
+        table.add_row(Text(baseline_name(metric)), Text(against))
+    headline = next((score for score in scores(results) if score.name == deciding_name(results)), None)
+    if headline is not None and headline.last not in (None, headline.value):
+        table.add_row(Text("at the last evaluation"), Text(number(headline.last)))
+    for score in other_scores(results):
+        compared = f" ({score.comparison()})" if score.comparison() else ""
+        table.add_row(Text(score.name), Text(number(score.value) + compared))
+    for name, text in answer_scores(results).items():
+        table.add_row(Text(f"answers: {name}"), Text(text))
+    table.add_section()
+    for name, text in details(results).items():
+        table.add_row(Text(name), Text(text))
+    merge = dict(flatten(results.get("merge") or {}))
+    if merge:
+        table.add_section()
+    for key, value in merge.items():
+        table.add_row(Text(f"merge: {label(key)}"), Text(number(value)))
+    return table
+
+
+def class_tables(results: Results) -> list[Table]:
+    """Return the scores by class and, for a few classes, the confusion matrix."""
+    tables = []
+    if header_and_rows := class_score_rows(results, _TERMINAL_CLASSES):
+        tables.append(_table_of_cells("by class", header_and_rows))
+    if (matrix := confusion(results, _TERMINAL_CONFUSED)) is not None:
+        header = ("label, predicted:", *matrix.names)
+        rows = [(name, *map("{:,}".format, row)) for name, row in zip(matrix.names, matrix.counts, strict=True)]
+        tables.append(_table_of_cells("confusion", [header, *rows]))
+    return tables
+
+
+def _table_of_cells(title: str, rows: list[tuple[str, ...]]) -> Table:
+    """Return a table whose rows are a name and then numbers; the first row is the header."""
+    table = plain_table(title=title)
+    for i, column in enumerate(rows[0]):
+        table.add_column(Text(column), justify="right" if i else "left", overflow="fold")
+    for row in rows[1:]:
+        table.add_row(*map(Text, row))
+    return table
+
+
+def print_results(results: Results, run_dir: str | Path) -> None:
+    """Print the table of results and, on lines that are never broken, a remark on the score and the run directory.
+
+    Args:
+        results: the contents of ``results.json``.
+        run_dir: the run's directory.
+    """
+    console = Console()
+    console.print(results_table(results))
+    for table in class_tables(results):
+        console.print(table)
+    remark = baseline_remark(results)
+    if remark:
+        console.print(Text(remark), soft_wrap=True)
+    console.print(Text(f"run directory: {run_dir}"), soft_wrap=True)
+
+
+def trainable_line(trainable: int, total: int) -> str:
+    """Return peft's ``trainable params: 294,912 || all params: 124,940,546 || trainable%: 0.2360``.
+
+    Args:
+        trainable: number of trainable parameters.
+        total: number of all parameters.
+    """
+    share = 100 * trainable / total if total else 0.0
+    return f"trainable params: {trainable:,} || all params: {total:,} || trainable%: {share:.4f}"
+
+
+def score_lines(scores: Mapping[str, Mapping[str, float]], examples: Mapping[str, int]) -> list[str]:
+    """Return a line of metrics for each split, with the number of examples that they are computed on.
+
+    Args:
+        scores: metrics by split.
+        examples: number of examples by split.
+    """
+    lines = []
+    for name, metrics in scores.items():
+        what = f"{name} ({examples[name]:,} examples)" if name in examples else name
+        what = "latency, the base model's being 1" if name == "latency" else what
+        lines.append(f"{what}: " + ", ".join(f"{key} {text}" for key, text in with_intervals(metrics).items()))
+    return lines
+
+
+def plain_table(title: str) -> Table:
+    """Return an empty table with a title, in the style of all of them."""
+    return Table(title=Text(title), title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+
+
+# --- Model cards: an adapter's README.md, and the section on training of a merged model's.
+_HUB_METRICS = {"pearson": "pearsonr", "spearman": "spearmanr"}
+_CARD_CLASSES = 50  # rows of the table of classes
+
+
+@dataclass(frozen=True)
+class CardInfo:
+    """The contents of a run that both cards are made of.
+
+    Attributes:
+        name: the model's name or directory, used as title and in the loading code.
+        base_model: the base's reference as in the recipe.
+        revision: its git revision.
+        results: the contents of ``results.json``.
+        recipe: the resolved recipe's YAML text.
+        base_license: the base's licence, as its own card calls it.
+        dataset: reference of the data: a hub id or a path.
+        split: the split the results are of.
+        labels: class names in label order; empty for regression; None where they are not known or there are none.
+        auto_class, pipeline: of transformers, for such a model.
+    """
+
+    name: str
+    base_model: str
+    results: Results
+    recipe: str
+    revision: str | None = None
+    base_license: str | None = None
+    dataset: str | None = None
+    split: str = "validation"
+    labels: Sequence[str] | None = None
+    auto_class: str = "AutoModelForSequenceClassification"
+    pipeline: str = "text-classification"
+
+    @property
+    def method(self) -> str:
+        """How parameters trained."""
+        return str(self.results["method"])
+
+    @property
+    def metric(self) -> str:
+        """The deciding metric."""
+        return str(self.results["metric"])
+
+
+def adapter_card(info: CardInfo) -> str:
+    """Return the README.md of an adapter directory.
+
+    A LoRA adapter is in peft's format and says ``library_name: peft``; any other is loaded by peftlab.
+    """
+    from peftlab.checkpoints.merge import code, fence, hub_id, model_card
+
+    if info.method == "lora":
+        library, importing, load = "peft", "from peft import PeftModel", "PeftModel.from_pretrained"
+    else:
+        importing, load = "from peftlab.checkpoints.adapter import load_adapter", "load_adapter"
+        library = "peftlab"
+    imports, base = [], json.dumps(info.base_model)
+    if info.base_model.startswith("package:"):
+        imports, base = ["from peftlab.references import locate"], f"locate({base})"
+    classes = "" if info.labels is None else f", num_labels={max(len(info.labels), 1)}"
+    revision = f", revision={json.dumps(info.revision)}" if info.revision else ""
+    lines = [
+        importing,
+        *imports,
+        f"from transformers import {info.auto_class}, AutoTokenizer",
+        "",
+        f"base = {base}",
+        f"tokenizer = AutoTokenizer.from_pretrained(base{revision})",
+        f"model = {info.auto_class}.from_pretrained(base{classes}{revision})",
+        f"model = {load}(model, {json.dumps(info.name)})",
+    ]
+    trained = training_section(info)
+    data = {
+        "base_model": hub_id(info.base_model),
+        "base_model_relation": "adapter",
+        "library_name": library,
+        **trained.data,
+    }
+    parts = [
+        f"A {info.method} adapter of {code(info.base_model)}, {trained.summary} with peftlab.",
+        *trained.parts,
+        "## Use\n\n" + fence("\n".join(lines), "python"),
+    ]
+    return model_card(data, trained.name, parts, recipe=info.recipe, license_=info.base_license)
+
+
+def training_section(info: CardInfo) -> Training:
+    """Return the section on training of the card of a run's adapter or of its merged model."""
+    from huggingface_hub import ModelCardData
+
+    from peftlab.checkpoints.merge import code, hub_id, table
+    from peftlab.checkpoints.merge_plan import Training
+
+    task, dataset, score = str(info.results["task"]), hub_id(info.dataset), info.results["score"]
+    evaluated = _eval_results(info, dataset)
+    classes = class_rows(class_counts(info.results), _CARD_CLASSES)
+    data = ModelCardData(
+        pipeline_tag=info.pipeline,
+        tags=list(dict.fromkeys(["peftlab", info.method, task.partition("/")[0]])),
+        datasets=[dataset] if dataset else None,
+        metrics=list(dict.fromkeys(result.metric_type for result in evaluated)) or None,
+        eval_results=evaluated or None,
+        model_name=Path(info.name).name,
+    )
+    baseline = info.results.get("baseline_score")
+    compared = [
+        (label(info.metric), number(score), "" if baseline is None else number(baseline)),
+        *(
+            (other.name, number(other.value), "" if other.baseline is None else number(other.baseline))
+            for other in other_scores(info.results)
+        ),
+    ]
+    parts = [
+        f"## Results\n\n{table(('metric', 'score', baseline_name(info.metric)), compared)}",
+        *([table(("generated answers", ""), rows.items())] if (rows := answer_scores(info.results)) else []),
+        table(("run", ""), details(info.results).items()),
+        *([table(classes[0], classes[1:])] if len(classes) > 1 else []),
+    ]
+    return Training(info.name, f"finetuned on {code(task)}", parts, data.to_dict())
+
+
+def _eval_results(info: CardInfo, dataset: str | None) -> list[EvalResult]:
+    """Return the finite scores as the hub's client represents them; ``dataset``: its hub id."""
+    from huggingface_hub import EvalResult
+
+    task = str(info.results["task"])
+    return [
+        EvalResult(
+            task_type=info.pipeline,
+            dataset_type=dataset or "text",
+            dataset_name=task,
+            dataset_config=task.partition("/")[2] if task.startswith("glue/") else None,
+            dataset_split=info.split,
+            metric_type=_HUB_METRICS.get(metric := name.rpartition(".")[2], metric),
+            metric_value=value,
+            metric_name=label(name),
+        )
+        for name, value in _scores(info).items()
+        if math.isfinite(value)
+    ]
+
+
+def _scores(info: CardInfo) -> dict[str, float]:
+    """Return the metrics by name, the deciding one first."""
+    named = {info.metric: info.results["score"]} | dict(flatten(info.results.get("metrics") or {}))
+    return {key: known for key, value in named.items() if (known := real(value)) is not None}

@@ -1,29 +1,198 @@
-"""The order of examples and which of them share a row, as pure functions of lengths and seeds.
+"""Texts as tokens, and tokens as batches: tokenising, seeded orders, examples that share a row, padding.
 
-Batches of similar lengths need little padding; shuffling within windows instead of sorting everything keeps the
-order random. The order depends on neither processes nor time: a resumed run computes the epoch's order again.
-
-With packing a row of ``capacity`` tokens holds whole examples; 0 stands for a row per example, as in padded batches.
+Orders are pure functions of lengths and seeds: a resumed run computes them again.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
-from collections.abc import Sequence
-from itertools import chain, pairwise
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
-_WINDOW_BATCHES = 64
+from peftlab.errors import PeftlabError
+from peftlab.files import member
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from tokenizers import Tokenizer
+    from torch import Tensor
+    from transformers import PreTrainedTokenizerBase
 
 
+Row: TypeAlias = Mapping[str, object]
+"""One tokenised example: ``input_ids``, ``length``, and what else its data set has."""
+ANSWER_KEYS = frozenset({"labels", "trained", "reference", "first", "choices"})
+"""Keys of a batch that are no input of the model: labels, and where the answers are."""
+
+
+def model_inputs(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the inputs of the model's forward: a batch without labels and places of answers."""
+    return {key: value for key, value in batch.items() if key not in ANSWER_KEYS}
+
+
+Batch: TypeAlias = Mapping[str, list[object]]
+"""Rows by column."""
+Encode: TypeAlias = Callable[[Batch, "PreTrainedTokenizerBase", int], dict[str, list[object]]]
+"""Columns of rows, tokenizer and ``max_length`` to the rows' tokens: ``input_ids``, ``length`` and others."""
+
+
+def tokenise(
+    dataset: Dataset, tokenizer: PreTrainedTokenizerBase, max_length: int, encode: Encode | None = None
+) -> Dataset:
+    """Tokenise ``text`` (and ``text_pair``) once: the result is cached on the disk.
+
+    It is stored in datasets' cache (``HF_DATASETS_CACHE``) under ``peftlab/``, named by the SHA-256 of the rows,
+    the tokenizer and ``max_length``. Where that cannot be written, or ``datasets.disable_caching()`` was
+    called, the result stays in memory.
+
+    Args:
+        dataset: a split of ``TaskData``.
+        tokenizer: the model's tokenizer; its special tokens are added.
+        max_length: tokens, special ones included, to which an example is truncated; of a pair, the longer
+            sentence loses tokens first. The caller checks that the model has that many positions.
+        encode: how rows become tokens; None: ``encode_texts``.
+
+    Returns:
+        ``input_ids``, ``token_type_ids`` where the tokenizer makes them, ``length`` (tokens), and ``label``
+        where there is one. Nothing is padded, so the attention mask is all ones and not stored.
+
+    Raises:
+        PeftlabError: ``max_length`` leaves no room beside the special tokens, or a text has no tokens.
+    """
+    pair = "text_pair" in dataset.column_names
+    shortest = tokenizer.num_special_tokens_to_add(pair=pair) + (2 if pair else 1)
+    # A tokenizer given less room than its special tokens may return the text untruncated.
+    if max_length < shortest:
+        raise PeftlabError(f"max_length {max_length} leaves no room for text; this task needs at least {shortest}")
+    texts = ["text", "text_pair"] if pair else ["text"]
+    encode = encode or encode_texts
+    key = _fingerprint(dataset, tokenizer, max_length, encode)
+    encoded = partial(
+        dataset.map,
+        lambda batch: encode(batch, tokenizer, max_length),
+        batched=True,
+        remove_columns=texts,
+        new_fingerprint=key,
+    )
+    with _bars_on_terminals_only():
+        try:
+            tokenised = encoded(cache_file_name=_cache_file(key))
+        except PeftlabError:
+            raise
+        except Exception:  # no space on the disk, where closing a file may raise anything, or a damaged file
+            tokenised = encoded()
+    _reset_backend(tokenizer)
+    lengths = list(tokenised["length"])
+    if 0 in lengths:
+        raise PeftlabError(f"example {lengths.index(0)}: the tokenizer makes no token of its text")
+    return tokenised
+
+
+def encode_texts(batch: Batch, tokenizer: PreTrainedTokenizerBase, max_length: int) -> dict[str, list[object]]:
+    """Return the tokens of texts, or pairs of texts.
+
+    Args:
+        batch: columns ``text`` and, for pairs, ``text_pair``.
+        tokenizer: the model's tokenizer.
+        max_length: tokens, special ones included, to which an example is truncated.
+    """
+    tokens = tokenizer(
+        batch["text"],
+        batch.get("text_pair"),
+        truncation="longest_first",
+        max_length=max_length,
+        return_attention_mask=False,
+    )
+    return {**tokens, "length": [len(ids) for ids in tokens["input_ids"]]}
+
+
+def largest_id(dataset: Dataset) -> int:
+    """Return the largest token id in a set that ``tokenise`` made."""
+    from pyarrow import compute, types
+
+    ids = dataset.data.column("input_ids")
+    while types.is_list(ids.type) or types.is_large_list(ids.type):
+        ids = compute.list_flatten(ids)
+    return int(compute.max(ids).as_py())
+
+
+def _fingerprint(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, max_length: int, encode: Encode) -> str:
+    """Return the SHA-256 of everything the tokens depend on, and of the labels."""
+    import transformers
+    from datasets.fingerprint import Hasher
+
+    backend = _reset_backend(tokenizer)
+    made_by = Hasher.hash(tokenizer) if backend is None else backend.to_str()
+    parts = [
+        type(tokenizer).__name__,
+        transformers.__version__,
+        made_by,
+        tokenizer.truncation_side,
+        max_length,
+        getattr(encode, "__qualname__", ""),
+    ]
+    digest = hashlib.sha256(json.dumps(parts).encode())
+    for rows in dataset.iter(1000):
+        digest.update(json.dumps(rows).encode())
+    return digest.hexdigest()
+
+
+def _reset_backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer | None:
+    """Clear the last call's truncation and padding, which would be saved; return the Rust tokenizer, if any."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        backend.no_truncation()
+        backend.no_padding()
+    return backend
+
+
+def _cache_file(key: str) -> str | None:
+    """Return the cache file, or None if caching is off or the folder cannot be written."""
+    import datasets
+
+    if not datasets.is_caching_enabled():
+        return None
+    folder = Path(datasets.config.HF_DATASETS_CACHE) / "peftlab"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return None
+    return str(folder / f"{key}.arrow") if os.access(folder, os.W_OK) else None
+
+
+def padding_or_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """Return the id of the pad token, or of the end-of-sequence token where there is none; None without either."""
+    return tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+
+
+def padding_token(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return the id of the token to pad with: the pad token's, or the end-of-sequence token's.
+
+    Raises:
+        PeftlabError: the tokenizer has neither.
+    """
+    pad = padding_or_end(tokenizer)
+    if not isinstance(pad, int):
+        raise PeftlabError("the tokenizer has neither a pad token nor an end-of-sequence token to pad with")
+    return pad
+
+
+# --- Which examples, in which order, and which of them share a row.
 def seeded_order(n: int, *key: int) -> list[int]:
     """Return a random permutation of ``range(n)`` that depends on ``n`` and the integers of ``key`` alone.
 
     It sorts uniform draws of PCG64, whose stream NumPy keeps stable between versions, unlike its shuffles.
     """
-    return _order(n, *key).tolist()
+    seed = np.random.SeedSequence([part % 2**64 for part in key])
+    return np.random.Generator(np.random.PCG64(seed)).random(n).argsort(kind="stable").tolist()
 
 
 def seeded_subset(n: int, size: int | None, seed: int) -> list[int] | None:
@@ -37,84 +206,6 @@ def seeded_subset(n: int, size: int | None, seed: int) -> list[int] | None:
     return None if size is None or size >= n else sorted(seeded_order(n, seed, 2)[:size])
 
 
-def _order(n: int, *key: int) -> NDArray[np.int64]:
-    seed = np.random.SeedSequence([part % 2**64 for part in key])
-    draws = np.random.Generator(np.random.PCG64(seed)).random(n)
-    return np.argsort(draws, kind="stable")
-
-
-def epoch_batches(lengths: Sequence[int], batch_size: int, *, seed: int, epoch: int) -> list[list[int]]:
-    """Return one epoch's batches of example indices, similar lengths together.
-
-    All examples are permuted, cut into windows of 64 batches, sorted by length within a window (equal lengths
-    stay in their random order), cut into batches, and the batches are shuffled over the whole epoch. Every
-    example occurs exactly once; a last partial batch is kept, at a random position. Within a batch lengths
-    ascend.
-
-    Args:
-        lengths: tokens of each example.
-        batch_size: examples per batch (the global batch).
-        seed: the run's seed.
-        epoch: number of the epoch; another epoch is another order.
-    """
-    sizes = np.asarray(lengths)
-    order = _order(len(sizes), seed, epoch)
-    window = _WINDOW_BATCHES * batch_size
-    batches: list[list[int]] = []
-    for start in range(0, len(order), window):
-        members = order[start : start + window]
-        members = members[np.argsort(sizes[members], kind="stable")].tolist()
-        batches += [members[i : i + batch_size] for i in range(0, len(members), batch_size)]
-    return [batches[i] for i in seeded_order(len(batches), seed, epoch, 1)]
-
-
-def token_batches(lengths: Sequence[int], max_tokens: int, *, seed: int, epoch: int) -> list[list[int]]:
-    """Return one epoch's batches, each of as many examples as fit into ``max_tokens`` padded tokens.
-
-    Permuted, cut into windows of about 64 batches, sorted and shuffled like ``epoch_batches``; within a window
-    each batch is filled while ``examples * longest <= max_tokens``. Every example occurs exactly once; one
-    longer than ``max_tokens`` is a batch of its own. Within a batch lengths ascend.
-
-    Args:
-        lengths: tokens of each example.
-        max_tokens: padded tokens per batch at most, over all processes and accumulation steps.
-        seed: the run's seed.
-        epoch: number of the epoch; another epoch is another order, and may have another number of batches.
-    """
-    sizes = np.asarray(lengths)
-    order = _order(len(sizes), seed, epoch)
-    mean = max(1.0, float(sizes.mean())) if len(sizes) else 1.0
-    window = max(1, int(_WINDOW_BATCHES * max_tokens / mean))
-    batches: list[list[int]] = []
-    for start in range(0, len(order), window):
-        members = order[start : start + window]
-        batch: list[int] = []
-        for i in members[np.argsort(sizes[members], kind="stable")].tolist():
-            if batch and (len(batch) + 1) * sizes[i] > max_tokens:
-                batches.append(batch)
-                batch = []
-            batch.append(i)
-        batches.append(batch)
-    return [batches[i] for i in seeded_order(len(batches), seed, epoch, 1)]
-
-
-def split_batch(batch: list[int], parts: int) -> list[list[int]]:
-    """Split a batch into ``parts`` contiguous shares whose sizes differ by at most one.
-
-    The batch's order is kept, so shares of an ``epoch_batches`` batch contain similar lengths and neighbouring
-    shares nearly equal ones: give shares ``k * processes`` to ``(k + 1) * processes - 1`` to the processes at
-    accumulation step ``k`` and they wait little for each other. Larger shares come first; with more parts
-    than examples the last ones are empty.
-
-    Args:
-        batch: indices of examples.
-        parts: number of shares, at least 1.
-    """
-    size, extra = divmod(len(batch), parts)
-    starts = [part * size + min(part, extra) for part in range(parts + 1)]
-    return [batch[start:end] for start, end in pairwise(starts)]
-
-
 def eval_batches(lengths: Sequence[int], batch_size: int) -> list[list[int]]:
     """Return batches of all indices, longest first, so that running out of memory happens at once.
 
@@ -124,85 +215,6 @@ def eval_batches(lengths: Sequence[int], batch_size: int) -> list[list[int]]:
     """
     order = np.argsort(-np.asarray(lengths, dtype=np.int64), kind="stable").tolist()
     return [order[i : i + batch_size] for i in range(0, len(order), batch_size)]
-
-
-def padding_share(batches: Sequence[Sequence[int]], lengths: Sequence[int]) -> float:
-    """Return the share of padding, ``1 - tokens / positions``, each batch padded to its longest example.
-
-    Args:
-        batches: indices of the examples of each batch.
-        lengths: tokens of each example.
-    """
-    tokens = sum(lengths[i] for batch in batches for i in batch)
-    cells = sum(len(batch) * max(lengths[i] for i in batch) for batch in batches if batch)
-    return 1 - tokens / cells if cells else 0.0
-
-
-# --- Packing: which examples share a row.
-
-
-def best_fit(members: Sequence[int], lengths: Sequence[int], capacity: int, most: int) -> list[list[int]]:
-    """Return ``members`` in bins of at most ``capacity`` tokens and ``most`` examples: best fit decreasing.
-
-    The longest example comes first, and each goes where the least room remains; equal lengths keep their order. An
-    example longer than ``capacity`` is a bin of its own.
-
-    Args:
-        members: indices of the examples to place.
-        lengths: tokens of every example, by index.
-        capacity: tokens of a bin.
-        most: examples of a bin at most.
-    """
-    bins: list[list[int]] = []
-    rooms: list[tuple[int, int]] = []  # (tokens that still fit, bin), ascending
-    for i in sorted(members, key=lambda i: -lengths[i]):
-        place = bisect_left(rooms, (lengths[i], 0))
-        if place == len(rooms):
-            room, chosen = capacity, len(bins)
-            bins.append([])
-        else:
-            room, chosen = rooms.pop(place)
-        bins[chosen].append(i)
-        if len(bins[chosen]) < most:
-            insort(rooms, (room - lengths[i], chosen))
-    return bins
-
-
-def packed_batches(
-    lengths: Sequence[int], capacity: int, batch_size: int, max_tokens: int | None, *, seed: int, epoch: int
-) -> list[list[int]]:
-    """Return one epoch's batches of example indices, those of one bin next to each other.
-
-    All examples are permuted, cut into windows of about 64 batches and put into bins by ``best_fit`` within each; the
-    bins are shuffled over the whole epoch. Every example occurs exactly once.
-
-    Args:
-        lengths: tokens of each example.
-        capacity: tokens of a bin.
-        batch_size: examples per batch on average: whole bins, each of at most that many examples.
-        max_tokens: instead, as many bins per batch as fit into so many tokens.
-        seed: the run's seed.
-        epoch: number of the epoch; another epoch is another order, and may have another number of batches.
-    """
-    sizes = np.asarray(lengths).tolist()
-    order = seeded_order(len(sizes), seed, epoch)
-    most = len(sizes) if max_tokens else batch_size
-    mean = max(1.0, sum(sizes) / max(1, len(sizes)))
-    window = max(1, int(_WINDOW_BATCHES * (max_tokens / mean if max_tokens else batch_size)))
-    windows = (order[start : start + window] for start in range(0, len(order), window))
-    bins = [found for members in windows for found in best_fit(members, sizes, capacity, most)]
-    bins = [bins[i] for i in seeded_order(len(bins), seed, epoch, 1)]
-    if max_tokens:
-        size = max(1, max_tokens // capacity)
-        return [list(chain(*bins[i : i + size])) for i in range(0, len(bins), size)]
-    batches: list[list[int]] = []
-    begun = 0
-    for members in bins:
-        if begun // batch_size == len(batches):  # the examples before this bin are all that so many batches take
-            batches.append([])
-        batches[-1] += members
-        begun += len(members)
-    return batches
 
 
 def packed_rows(lengths: Sequence[int], capacity: int) -> list[list[int]]:
@@ -223,27 +235,70 @@ def packed_rows(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     return rows
 
 
-def split_rows(batch: list[int], parts: int, lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Split a batch as ``split_batch`` does, between rows; where there are fewer rows than parts, between examples.
+# --- Batches as tensors.
+class Collate:
+    """Pad a batch of tokenised examples to its longest and convert it to tensors.
+
+    Padding goes to the tokenizer's padding side; its token is the pad token, or the end-of-sequence token
+    where there is none. The attention mask comes from the lengths, never from the ids, so a padding token
+    that also occurs in the text is attended to there.
 
     Args:
-        batch: indices of the batch's examples.
-        parts: number of shares.
-        lengths: tokens of every example, by index.
-        capacity: tokens of a row; 0: a row per example.
+        tokenizer: the one that made the tokens.
+        regression: labels are float32, else int64 class indices.
+        pad_to_multiple_of: round the padded length up to a multiple, for tensor cores.
+
+    Raises:
+        PeftlabError: the tokenizer has neither a pad nor an end-of-sequence token.
     """
-    rows = packed_rows([lengths[i] for i in batch], capacity)
-    if len(rows) < parts:
-        return split_batch(batch, parts)
-    return [[batch[i] for row in share for i in rows[row]] for share in split_batch(list(range(len(rows))), parts)]
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, regression: bool, pad_to_multiple_of: int | None = None
+    ) -> None:
+        self.fill = {"input_ids": padding_token(tokenizer), "token_type_ids": tokenizer.pad_token_type_id}
+        self.left = tokenizer.padding_side == "left"
+        self.regression = regression
+        self.multiple = pad_to_multiple_of or 1
+
+    def __call__(self, rows: Sequence[Row]) -> dict[str, Tensor]:
+        """Return ``padded``, and ``labels`` of shape (batch,) where the rows have them."""
+        import torch
+
+        batch = self.padded(rows)
+        if "label" in rows[0]:
+            dtype = torch.float32 if self.regression else torch.int64
+            batch["labels"] = torch.tensor([row["label"] for row in rows], dtype=dtype)
+        return batch
+
+    def padded(self, rows: Sequence[Row]) -> dict[str, Tensor]:
+        """Return ``input_ids``, ``attention_mask`` and perhaps ``token_type_ids``, int64 of shape (batch, longest)."""
+        import torch
+
+        # Masks are padded with 0 like everything else, from lists of ones.
+        lists = {name: [member(row, name, list, "an example") for row in rows] for name in self.fill if name in rows[0]}
+        longest = max(map(len, lists["input_ids"]))
+        width = -(-longest // self.multiple) * self.multiple
+        lists["attention_mask"] = [[1] * len(ids) for ids in lists["input_ids"]]
+        return {
+            name: torch.tensor([self._pad(ids, width, self.fill.get(name, 0)) for ids in values], dtype=torch.int64)
+            for name, values in lists.items()
+        }
+
+    def _pad(self, ids: Sequence[int], width: int, fill: int) -> list[int]:
+        padding = [fill] * (width - len(ids))
+        return [*padding, *ids] if self.left else [*ids, *padding]
 
 
-def padded_tokens(lengths: Sequence[int], capacity: int) -> int:
-    """Return the positions of examples in rows, each row padded to the longest.
+@contextmanager
+def _bars_on_terminals_only() -> Iterator[None]:
+    """Hide the progress bars of ``datasets`` within the block where standard error is no terminal."""
+    from datasets.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
-    Args:
-        lengths: tokens of each example of a batch.
-        capacity: tokens of a row; 0: a row per example.
-    """
-    rows = packed_rows(lengths, capacity)
-    return len(rows) * max(sum(lengths[i] for i in row) for row in rows) if rows else 0
+    if sys.stderr.isatty() or are_progress_bars_disabled():
+        yield
+        return
+    disable_progress_bars()
+    try:
+        yield
+    finally:
+        enable_progress_bars()

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, TypeAlias, TypedDict
 
 from peftlab.errors import PeftlabError, did_you_mean
 from peftlab.files import Json, parse_json
-from peftlab.tasks.config import DataConfig
 from peftlab.tasks.data import Table, is_missing, is_unicode, listed, quoted
+from peftlab.tasks.table import DataConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

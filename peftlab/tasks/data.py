@@ -37,8 +37,7 @@ from peftlab.errors import PeftlabError, did_you_mean
 from peftlab.files import open_regular, parse_json
 from peftlab.references import locate
 from peftlab.registry import resolve
-from peftlab.tasks.config import DataConfig
-from peftlab.tasks.table import Task
+from peftlab.tasks.table import DataConfig, Task
 
 if TYPE_CHECKING:
     from pyarrow.parquet import ParquetFile

@@ -10,10 +10,9 @@ from pathlib import Path
 
 from peftlab.errors import PeftlabError, did_you_mean
 from peftlab.references import locate, unreachable
-from peftlab.tasks.config import DataConfig
 from peftlab.tasks.data import Table, quoted, read_tsv, refuse_unreadable_rows
 from peftlab.tasks.labelled_rows import Examples
-from peftlab.tasks.table import Task
+from peftlab.tasks.table import DataConfig, Task
 
 _HUB = "nyu-mll/glue"
 

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 from peftlab.errors import PeftlabError
 from peftlab.registry import resolve
 from peftlab.tasks.batches import seeded_order, seeded_subset
-from peftlab.tasks.config import DataConfig
 from peftlab.tasks.data import (
     Columns,
     Fault,
@@ -32,7 +31,7 @@ from peftlab.tasks.data import (
     split_files,
     split_tables,
 )
-from peftlab.tasks.table import Task, find_task
+from peftlab.tasks.table import DataConfig, Task, find_task
 
 if TYPE_CHECKING:
     from datasets import Dataset, List, Value

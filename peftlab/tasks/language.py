@@ -24,8 +24,7 @@ from peftlab.files import member
 from peftlab.models.chunked_sum import chunked_sum
 from peftlab.models.load import eval_mode
 from peftlab.registry import resolve
-from peftlab.tasks.batches import eval_batches, packed_rows, seeded_order, seeded_subset
-from peftlab.tasks.config import DataConfig
+from peftlab.tasks.batches import Row, eval_batches, packed_rows, padding_or_end, seeded_order, seeded_subset
 from peftlab.tasks.conversations import (
     Conversation,
     chat_columns,
@@ -58,8 +57,7 @@ from peftlab.tasks.language_examples import (
     fingerprint,
 )
 from peftlab.tasks.problem import ModelSource, RowSharing, TaskOptions, TaskProblem, mean_loss, score_batches
-from peftlab.tasks.table import Task
-from peftlab.tasks.tokens import Row, padding_or_end
+from peftlab.tasks.table import DataConfig, Task
 from peftlab.untyped import Attributes, Unwrapped
 
 _READERS: dict[str, Callable[[Table, int, DataConfig], Source]] = {
@@ -135,16 +133,10 @@ def prepare(task: Task, data: DataConfig, source: ModelSource, options: TaskOpti
         source: where the model comes from.
         options: what else the recipe says.
     """
-    task, splits, left_out = resolve(task.load)(task, data)
-    splits, left_out = limit_training_rows(splits, data, left_out)
+    splits: dict[str, list[Source]]
+    task, splits, left_out = load_rows(task, data)
     held, tokenizer, how = evaluation_splits(task, splits), source.tokenizer(), encoding(task, data, options.max_length)
-
-    def encoded(rows: Sequence[Source]) -> Dataset:
-        found, long = encode_rows(rows, tokenizer, how)
-        for why, count in long.items():
-            left_out[why] = left_out.get(why, 0) + count
-        return found
-
+    encoded = counting_left_out(partial(encode_rows, tokenizer=tokenizer, how=how), left_out)
     held_out: dict[str, Dataset] = {name: encoded(rows) for name, rows in held.items()}
     model, fresh = source.model("AutoModelForCausalLM", options.max_length)
     train = encoded(splits["train"]) if options.train and "train" in splits else Dataset.from_dict({})
@@ -175,6 +167,21 @@ def prepare(task: Task, data: DataConfig, source: ModelSource, options: TaskOpti
     )
 
 
+def load_rows(task: Task, data: DataConfig) -> tuple[Task, dict[str, list[RowT]], dict[str, int]]:
+    """Return what ``task.load`` does, with ``data.max_train_examples`` rows to train on.
+
+    Args:
+        task: the table's row.
+        data: the recipe's data section.
+    """
+    task, splits, left_out = resolve(task.load)(task, data)
+    chosen = seeded_subset(len(splits.get("train", ())), data.max_train_examples, data.split_seed)
+    if chosen is not None:
+        rows = splits["train"]
+        splits, left_out = {**splits, "train": [rows[i] for i in chosen]}, {**left_out, BEYOND: len(rows) - len(chosen)}
+    return task, splits, left_out
+
+
 def evaluation_splits(task: Task, splits: Mapping[str, list[RowT]]) -> dict[str, list[RowT]]:
     """Return the splits that a model is evaluated on.
 
@@ -191,21 +198,23 @@ def evaluation_splits(task: Task, splits: Mapping[str, list[RowT]]) -> dict[str,
     return held
 
 
-def limit_training_rows(
-    splits: dict[str, list[RowT]], data: DataConfig, left_out: dict[str, int]
-) -> tuple[dict[str, list[RowT]], dict[str, int]]:
-    """Return the splits with ``data.max_train_examples`` rows to train on, and the rows left out by reason.
+def counting_left_out(
+    encode: Callable[[Sequence[RowT]], tuple[Dataset, dict[str, int]]], left_out: dict[str, int]
+) -> Callable[[Sequence[RowT]], Dataset]:
+    """Return ``encode`` as a function that adds the rows that it leaves out to ``left_out``.
 
     Args:
-        splits: rows by split.
-        data: the recipe's data section.
-        left_out: reason to the number of rows left out so far.
+        encode: rows to their examples, and the number of rows left out by reason.
+        left_out: reason to the number of rows left out so far; changed by each call.
     """
-    chosen = seeded_subset(len(splits.get("train", ())), data.max_train_examples, data.split_seed)
-    if chosen is None:
-        return splits, left_out
-    rows = splits["train"]
-    return {**splits, "train": [rows[i] for i in chosen]}, {**left_out, BEYOND: len(rows) - len(chosen)}
+
+    def encoded(rows: Sequence[RowT]) -> Dataset:
+        found, long = encode(rows)
+        for why, count in long.items():
+            left_out[why] = left_out.get(why, 0) + count
+        return found
+
+    return encoded
 
 
 def examples(

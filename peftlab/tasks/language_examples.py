@@ -19,8 +19,8 @@ from torch import Tensor
 
 from peftlab.errors import PeftlabError
 from peftlab.files import Json
+from peftlab.tasks.batches import Row
 from peftlab.tasks.conversations import Completion, Conversation, Message, tool_calls_of
-from peftlab.tasks.tokens import Row
 from peftlab.untyped import Schema
 
 if TYPE_CHECKING:

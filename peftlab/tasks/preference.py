@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from datasets import Dataset
@@ -22,9 +21,7 @@ from transformers import PreTrainedTokenizerBase
 
 from peftlab.errors import PeftlabError
 from peftlab.models.load import eval_mode
-from peftlab.registry import resolve
-from peftlab.tasks.batches import eval_batches
-from peftlab.tasks.config import DataConfig
+from peftlab.tasks.batches import Row, eval_batches, padding_or_end
 from peftlab.tasks.conversations import (
     Completion,
     Conversation,
@@ -34,15 +31,10 @@ from peftlab.tasks.conversations import (
     read_turns,
 )
 from peftlab.tasks.data import Table, is_missing, quoted
-from peftlab.tasks.language import evaluation_splits, limit_training_rows, read_splits, sample, token_nll
+from peftlab.tasks.language import counting_left_out, evaluation_splits, load_rows, read_splits, sample, token_nll
 from peftlab.tasks.language_examples import TOO_LONG, Encoding, Source, Tokens, collate, encode, fingerprint, fit
 from peftlab.tasks.problem import ModelSource, TaskOptions, TaskProblem, mean_loss, score_batches
-from peftlab.tasks.table import Task
-from peftlab.tasks.tokens import Row, padding_or_end
-
-if TYPE_CHECKING:
-    from datasets import Dataset
-    from transformers import PreTrainedTokenizerBase
+from peftlab.tasks.table import DataConfig, Task
 
 
 def load_preferences(
@@ -70,16 +62,10 @@ def prepare(task: Task, data: DataConfig, source: ModelSource, options: TaskOpti
         options: what else the recipe says, ``options.objective`` among it.
     """
     assert options.objective is not None
-    task, splits, left_out = resolve(task.load)(task, data)
-    splits, left_out = limit_training_rows(splits, data, left_out)
+    splits: dict[str, list[Preference]]
+    task, splits, left_out = load_rows(task, data)
     held, tokenizer, how = evaluation_splits(task, splits), source.tokenizer(), encoding(task, data, options.max_length)
-
-    def encoded(rows: Sequence[Preference]) -> Dataset:
-        found, long = encode_preferences(rows, tokenizer, how)
-        for why, count in long.items():
-            left_out[why] = left_out.get(why, 0) + count
-        return found
-
+    encoded = counting_left_out(partial(encode_preferences, tokenizer=tokenizer, how=how), left_out)
     held_out: dict[str, Dataset] = {name: encoded(rows) for name, rows in held.items()}
     model, fresh = source.model("AutoModelForCausalLM", options.max_length)
     pad = padding_or_end(tokenizer) or 0

@@ -16,11 +16,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from peftlab.errors import PeftlabError
 from peftlab.models.config import BaseConfig
 from peftlab.models.load import eval_mode, load_base, load_tokenizer, position_limit, storage
-from peftlab.tasks.config import PreferenceObjective
+from peftlab.tasks.batches import Row
 from peftlab.tasks.generated import Contexts
 from peftlab.tasks.metrics import Analysis
-from peftlab.tasks.table import Task
-from peftlab.tasks.tokens import Row
+from peftlab.tasks.table import PreferenceObjective, Task
 from peftlab.untyped import Attributes, Function
 
 Scores = dict[str, dict[str, float]]  # split to metric to value

@@ -1,17 +1,23 @@
-"""The table of tasks, and the table of metrics of generated answers.
+"""The tasks, the metrics of generated answers, and the sections ``data``, ``generate`` and ``objective`` of a recipe.
 
 Adding a task is a row of ``TASKS``, or an entry point ``peftlab.tasks``; adding a metric of generated answers is a row
 of ``GENERATION_METRICS``, or an entry point ``peftlab.generation_metrics``; other metrics are in ``tasks.metrics`` and
-``tasks.answers``. A row names its code (see ``peftlab.registry``), so that reading the tables imports no torch.
+``tasks.labelled``. A row names its code (see ``peftlab.registry``), so that reading the tables imports no torch.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
+from math import inf
+from typing import Annotated, Literal
+
+from pydantic import Field, field_validator, model_validator
 
 from peftlab.errors import PeftlabError
 from peftlab.registry import Registry
+from peftlab.section import Section, Seed
 
 
 @dataclass(frozen=True)
@@ -34,7 +40,7 @@ class Task:
         prepare: function of the task, the data section, the model's source and ``TaskOptions`` to a ``TaskProblem``
             (``peftlab.tasks.problem``); default: labelled texts and a task head.
         answers: class of what the answers of a labelled task are, by that ``prepare``: their head, loss, scores and
-            predictions (``peftlab.tasks.answers:Answers``).
+            predictions (``peftlab.tasks.labelled:Answers``).
         columns: function from the data section and the names of a file's columns to the ``Columns`` that it must have;
             for tasks on the user's files.
         load: function from the task, the recipe's data section and a trained model's class names (or None) to the
@@ -60,7 +66,7 @@ class Task:
     token_loss: bool = False
     prompted: bool = False
     prepare: str = "peftlab.tasks.labelled:prepare"
-    answers: str = "peftlab.tasks.answers:OneClass"
+    answers: str = "peftlab.tasks.labelled:OneClass"
     columns: str = "peftlab.tasks.data:text_columns"
     objectives: tuple[str, ...] = ()
     examples: str = "peftlab.tasks.language:examples"
@@ -81,18 +87,18 @@ class Task:
 _PAIR = ("sentence1", "sentence2")
 _NLI = ("entailment", "neutral", "contradiction")
 _MNLI_SPLITS = ("validation_matched", "validation_mismatched")
-_glue = partial(Task, load="peftlab.tasks.glue:load_glue", check="peftlab.tasks.config:check_glue")
+_glue = partial(Task, load="peftlab.tasks.glue:load_glue", check="peftlab.tasks.table:check_glue")
 _language = partial(
     Task,
     metrics=("loss",),
     labelled=False,
     prepare="peftlab.tasks.language:prepare",
     load="peftlab.tasks.language:load_language",
-    check="peftlab.tasks.config:check_language",
+    check="peftlab.tasks.table:check_language",
 )
-_own = partial(Task, load="peftlab.tasks.labelled_rows:load_text_task", check="peftlab.tasks.config:check_own")
-_rows = partial(Task, check="peftlab.tasks.config:check_rows")
-_NUMBER = "peftlab.tasks.answers:Number"
+_own = partial(Task, load="peftlab.tasks.labelled_rows:load_text_task", check="peftlab.tasks.table:check_own")
+_rows = partial(Task, check="peftlab.tasks.table:check_rows")
+_NUMBER = "peftlab.tasks.labelled:Number"
 
 _BUILT_IN = (
     _glue(
@@ -122,21 +128,21 @@ _BUILT_IN = (
     _rows(
         "text/multilabel",
         metrics=("micro_f1", "macro_f1", "subset_accuracy"),
-        answers="peftlab.tasks.answers:ManyClasses",
+        answers="peftlab.tasks.labelled:ManyClasses",
         columns="peftlab.tasks.data:multilabel_columns",
         load="peftlab.tasks.labelled_rows:load_label_sets",
     ),
     _rows(
         "text/tokens",
         metrics=("entity_f1", "entity_precision", "entity_recall", "accuracy"),
-        answers="peftlab.tasks.answers:WordTags",
+        answers="peftlab.tasks.labelled:WordTags",
         columns="peftlab.tasks.data:word_columns",
         load="peftlab.tasks.labelled_rows:load_tagged_words",
     ),
     _rows(
         "text/choice",
         choices=True,
-        answers="peftlab.tasks.answers:OneChoice",
+        answers="peftlab.tasks.labelled:OneChoice",
         columns="peftlab.tasks.data:choice_columns",
         load="peftlab.tasks.labelled_rows:load_choices",
     ),
@@ -198,3 +204,264 @@ _METRICS = {
 GENERATION_METRICS: Registry[GenerationMetric] = Registry(
     "metric", "peftlab.generation_metrics", GenerationMetric, _METRICS
 )
+
+
+# --- The ``data`` section of a finetune recipe.
+Bins = dict[str, tuple[float | None, float | None]] | None
+Count = Annotated[int, Field(gt=0)] | Annotated[float, Field(gt=0)]
+
+
+class DataConfig(Section):
+    """Where the examples come from."""
+
+    path: str | None = Field(
+        default=None,
+        description="GLUE: null for the hub (nyu-mll/glue) or a directory in GLUE's TSV layout. Own task: a "
+        "file (csv, tsv, jsonl, parquet; .gz too), a directory with train.* and validation.* files, or "
+        "package:NAME/path.",
+    )
+    text: list[str] | None = Field(
+        default=None,
+        min_length=1,
+        max_length=2,
+        description="Own task: the text column, or the two columns of a pair. text/plain: the column; null: text. "
+        "text/tokens: the column of words; null: tokens. text/choice: what comes before the choices; "
+        "null: context and prompt, where the file has them.",
+    )
+    messages: str | None = Field(
+        default=None, description="text/chat: the column with the turns; null: recognised by the columns there are."
+    )
+    prompt: str | None = Field(
+        default=None,
+        description="text/chat, text/completion, text/preference: the column with the question, or what comes before.",
+    )
+    completion: str | None = Field(
+        default=None, description="text/chat, text/completion: the column with the answer, or what follows."
+    )
+    separator: str | None = Field(
+        default=None,
+        min_length=1,
+        description="text/completion: text between prompt and completion. text/multilabel: text between labels.",
+    )
+    train_on: Literal["assistant", "last", "all"] | None = Field(
+        default=None,
+        description="text/chat: every answer (the default), the last one, or all tokens; text/completion: the "
+        "completion, or all.",
+    )
+    too_long: Literal["drop", "truncate", "error"] | None = Field(
+        default=None,
+        description="text/chat, text/completion, text/preference: what becomes of examples longer than "
+        "train.max_length; null: drop. text/plain is cut into parts.",
+    )
+    label: str | None = Field(
+        default=None,
+        description="Own task: the column with the label (class name or number). text/multilabel: a list of labels, or "
+        "a text with data.separator between them. text/tokens: a tag for each word; null: tags. text/choice: the right "
+        "choice's place, from 0, or its text; null: label.",
+    )
+    labels: list[str] | None = Field(
+        default=None,
+        min_length=2,
+        description="text/multilabel: instead of data.label, a column of 0 and 1 for each label.",
+    )
+    choices: list[str] | None = Field(
+        default=None,
+        min_length=1,
+        description="text/choice: the column with a list of choices, or the columns of one choice each; null: choices.",
+    )
+    bins: Bins = Field(
+        default=None,
+        min_length=2,
+        description="Own classification task: make classes from a numeric label column (text/chat, text/completion: "
+        "words from a numeric completion). Name to "
+        "[lowest, highest], both inclusive, null for open; rows in no bin are left out and counted.",
+    )
+    validation: Count | Literal["all"] | None = Field(
+        default=None,
+        description="Own task in one file: examples (integer) or share (below 1) held out for validation; all, for "
+        "`peftlab eval`: score the whole file.",
+    )
+    drop_missing: bool = Field(
+        default=False,
+        description="Own task: leave out rows without a text or label, and count them, instead of refusing the file.",
+    )
+    split_seed: Seed = Field(default=0, description="Seed of that held-out split; independent of train.seed.")
+    max_train_examples: int | None = Field(
+        default=None, ge=1, description="Use only this many training examples, drawn with split_seed."
+    )
+
+    @field_validator("validation")
+    @classmethod
+    def _check_validation(cls, value: int | float | str | None) -> int | float | str | None:
+        if isinstance(value, float) and value >= 1:
+            raise ValueError(f"a share is below 1 and a number of examples is whole, got {value}")
+        return value
+
+    @field_validator("bins")
+    @classmethod
+    def _check_bins(cls, bins: Bins) -> Bins:
+        spans = sorted(
+            (-inf if low is None else low, inf if high is None else high, name)
+            for name, (low, high) in (bins or {}).items()
+        )
+        for low, high, name in spans:
+            if not low <= high:  # so that NaN is rejected as well
+                raise ValueError(f"{name}: its lowest value is above its highest")
+        for (_, high, one), (low, _, other) in pairwise(spans):
+            if low <= high:
+                raise ValueError(f"{one} and {other} overlap (both ends of a bin belong to it)")
+        return bins
+
+
+Problem = tuple[tuple[str, ...], str]
+"""The keys of a place in a recipe, and the message about it."""
+_TEXT_KEYS = ("path", "text", "label", "labels", "choices", "bins", "validation", "drop_missing")
+_LANGUAGE_KEYS = ("messages", "prompt", "completion", "separator", "train_on", "too_long")
+_TAKES = {
+    "text/chat": {"messages", "prompt", "completion", "bins", "train_on", "too_long"},
+    "text/completion": {"prompt", "completion", "separator", "bins", "train_on", "too_long"},
+    "text/plain": {"text"},
+    "text/preference": {"prompt", "too_long"},
+    "text/multilabel": {"text", "label", "labels", "separator"},
+    "text/tokens": {"text", "label"},
+    "text/choice": {"text", "label", "choices"},
+}
+
+
+def check_glue(task: Task, data: DataConfig) -> list[Problem]:
+    """Return the keys of ``data`` that a GLUE task does not take.
+
+    Args:
+        task: the table's row.
+        data: the recipe's data section.
+    """
+    reason = f"belongs to one's own task (text/...); {task.name} has its own columns and splits"
+    return [(("data", name), f"data.{name}: {reason}") for name in sorted(_given(data) - {"path"})]
+
+
+def check_own(task: Task, data: DataConfig) -> list[Problem]:
+    """Return the keys that a task on the user's files lacks, or does not take.
+
+    Args:
+        task: the table's row.
+        data: the recipe's data section.
+    """
+    given = _given(data)
+    missing = sorted({"path", "text", "label"} - given)
+    problems: list[Problem] = [(("task",), f"data.{name}: missing; task {task.name} needs it") for name in missing]
+    if task.regression and "bins" in given:
+        problems.append((("data", "bins"), f"data.bins: makes classes, but task {task.name} learns a number"))
+    return problems + _not_taken(task, given & {*_LANGUAGE_KEYS, "labels", "choices"})
+
+
+def check_rows(task: Task, data: DataConfig) -> list[Problem]:
+    """Return the keys that a task whose rows are more than a text and a class lacks, or does not take.
+
+    Args:
+        task: the table's row.
+        data: the recipe's data section.
+    """
+    given = _given(data)
+    takes = _TAKES[task.name] | {"path", "validation", "drop_missing"}
+    missing = sorted({"path"} - given)
+    if "labels" in takes:
+        missing = sorted({"path", "text"} - given) + ([] if given & {"label", "labels"} else ["label"])
+    problems: list[Problem] = [(("task",), f"data.{name}: missing; task {task.name} needs it") for name in missing]
+    if {"label", "labels"} <= given & takes:
+        problems.append((("data", "labels"), "data.labels: the labels are in data.label already; give one of the two"))
+    if task.name == "text/tokens" and len(data.text or ()) > 1:
+        problems.append((("data", "text"), "data.text: task text/tokens has one column of words"))
+    return problems + _not_taken(task, given - takes)
+
+
+def check_language(task: Task, data: DataConfig) -> list[Problem]:
+    """Return the keys that a language task lacks, or does not take.
+
+    Args:
+        task: the table's row.
+        data: the recipe's data section.
+    """
+    given = _given(data)
+    problems: list[Problem] = []
+    if "path" not in given:
+        problems.append((("task",), f"data.path: missing; task {task.name} needs it"))
+    if ("prompt" in given) != ("completion" in given) and task.name == "text/chat":
+        missing = "completion" if "prompt" in given else "prompt"
+        problems.append((("data",), f"data.{missing}: missing; name both columns, prompt and completion, or neither"))
+    if "messages" in given and "prompt" in given:
+        problems.append((("data", "messages"), "data.messages: the chat is in one column or in two, not both"))
+    if "bins" in given and "completion" not in given:
+        problems.append((("data", "bins"), "data.bins: needs data.completion, the column with the numbers"))
+    return problems + _not_taken(task, given - _TAKES[task.name] - {"path", "validation", "drop_missing"})
+
+
+def _not_taken(task: Task, names: set[str]) -> list[Problem]:
+    return [(("data", name), f"data.{name}: task {task.name} does not take it") for name in sorted(names)]
+
+
+def _given(data: DataConfig) -> set[str]:
+    return {name for name in (*_TEXT_KEYS, *_LANGUAGE_KEYS) if getattr(data, name) not in (None, False)}
+
+
+# --- The ``generate`` section of a finetune recipe.
+class GenerateConfig(Section):
+    """Which held-out prompts are answered, how, and by which metrics the answers are scored."""
+
+    metrics: list[str] = Field(
+        min_length=1, description="gsm8k, gsm8k_peft, exact_match, rouge_l, bleu, nist, cider (peftlab[metrics])."
+    )
+    max_new_tokens: int = Field(default=256, ge=1, description="Tokens of the longest answer.")
+    examples: int | None = Field(
+        default=None, ge=1, description="At most this many held-out prompts, drawn with data.split_seed; null: all."
+    )
+    before: bool = Field(default=True, description="Also score the model before training.")
+    batch_size: int = Field(default=16, ge=1, description="Prompts per batch and process.")
+    beams: int = Field(default=1, ge=1, description="Beams of beam search; 1: greedy, or sampled.")
+    length_penalty: float = Field(
+        default=1.0, description="Beam search: the exponent of the length that a beam's log-probability is divided by."
+    )
+    no_repeat_ngram: int = Field(default=0, ge=0, description="No n-gram of this size occurs twice; 0: any may.")
+    temperature: float = Field(default=0.0, ge=0, description="0: the most probable token; above: sampled.")
+    top_k: int | None = Field(default=None, ge=1, description="Sample from the k most probable tokens.")
+    top_p: float | None = Field(
+        default=None, gt=0, le=1, description="Sample from the fewest most probable tokens whose sum reaches this."
+    )
+    seed: Seed = Field(default=0, description="Seed of sampling.")
+
+    @field_validator("metrics")
+    @classmethod
+    def _check_metrics(cls, names: list[str]) -> list[str]:
+        try:
+            for name in names:
+                GENERATION_METRICS.find(name)
+        except PeftlabError as error:
+            raise ValueError(str(error)) from None
+        return list(dict.fromkeys(names))
+
+    @model_validator(mode="after")
+    def _check_options(self) -> GenerateConfig:
+        if self.temperature == 0 and (self.top_k is not None or self.top_p is not None):
+            raise ValueError("top_k and top_p restrict sampling: set temperature above 0")
+        if self.beams > 1 and self.temperature > 0:
+            raise ValueError("beam search does not sample: leave out temperature, or beams")
+        if self.beams == 1 and self.length_penalty != 1:
+            raise ValueError("length_penalty belongs to beam search: set beams above 1")
+        return self
+
+    @property
+    def stepwise(self) -> bool:
+        """Whether each token depends on the logits alone: what peftlab's own decoder computes."""
+        return self.beams == 1 and self.no_repeat_ngram == 0
+
+
+# --- The ``objective`` section of a finetune recipe.
+class PreferenceObjective(Section):
+    """What text/preference minimises."""
+
+    name: Literal["dpo"] = Field(default="dpo", description="dpo: direct preference optimisation.")
+    beta: float = Field(
+        default=0.1,
+        gt=0,
+        allow_inf_nan=False,
+        description="Strength of the penalty for moving away from the model that training starts from.",
+    )

@@ -1,12 +1,9 @@
-"""Implements training on less: sampled layers, chosen examples, and the numbers of hardware with few bits.
+"""Implements training on less: sampled layers, weights in bf16 without an fp32 copy, and numbers of few bits.
 
 ``train.layers.active`` is layer-wise importance sampling (LISA, arXiv 2403.17919): in each period a few layers train,
 drawn at random.
 
-``train.sample`` by a score is selection via proxy (arXiv 1906.11829): a round trains on all examples chosen up to it.
-Of K rounds the r-th (from 1) has r·b/K of the b examples that are chosen in all, and steps in proportion: every round
-passes as often over its examples. A run takes as many steps as one on b examples drawn at random, its control; what
-scoring costs comes on top.
+``train.weights: bf16_stochastic`` rounds each step's result to bf16 at random.
 
 ``train.emulate`` trains as hardware of few bits would compute it; it costs time and saves nothing. Emulated are the
 linear layers: their weights, their inputs, and the gradients of their outputs, from which backward makes the gradients
@@ -17,24 +14,26 @@ and the one that the optimiser updates, to which gradients pass as they are (str
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import count
 from statistics import NormalDist
+from typing import TYPE_CHECKING
 
+import numpy
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.nn import functional as F
+
+if TYPE_CHECKING:
+    from torch.optim.optimizer import StateDict
 
 from peftlab.errors import PeftlabError
 from peftlab.methods.base import layer_index
 from peftlab.methods.inject import trainable_parameters
 from peftlab.models.architectures import conv1d, inside, task_head
 from peftlab.tasks.batches import seeded_order
-from peftlab.training.config import EmulatedHardware, TrainConfig
-from peftlab.training.order import DRAWN, make_plan, scaled_count
+from peftlab.training.config import EmulatedHardware
 from peftlab.untyped import AutogradContext
 
 _LAYER_DRAWS = 3  # sets these draws apart from those of the examples' order
@@ -82,86 +81,96 @@ def frozen(parameters: dict[str, nn.Parameter]) -> Iterator[None]:
             parameter.requires_grad_(True)
 
 
-Chosen = list[list[int]]
-"""The examples that each round added, in the order of their numbers."""
+# --- Weights in bf16 whose steps are rounded at random.
+_BLOCK = 1 << 17  # values of a parameter that a CPU computes at a time, so that what comes between stays in its cache
 
 
-class Selection:
-    """Plans the rounds of a run, as a pure function of its settings; the chosen examples are the run's progress.
+class StochasticAdamW(torch.optim.Optimizer):
+    """AdamW on bf16 parameters, computed in fp32 and rounded at random, so that the mean of each step is exact.
 
-    Attributes:
-        ends: number of steps at the end of each round.
-        sizes: examples chosen up to each.
+    A parameter takes 12 bytes: 2 of its own, 2 of its gradient, 8 of the averages; with an fp32 copy it would be 16.
+    The noise is a function of seed, step and place of the parameter alone.
     """
 
-    def __init__(self, lengths: Sequence[int], settings: TrainConfig, capacity: int, total: int) -> None:
-        """Plan the rounds of a run of ``total`` steps.
+    def __init__(
+        self, groups: list[dict[str, object]], betas: tuple[float, float], eps: float, seed: int, lr: float = 0.0
+    ) -> None:
+        super().__init__(groups, {"betas": betas, "eps": eps, "lr": lr, "taken": 0})
+        self._seed = seed
 
-        Raises:
-            PeftlabError: a round would have no example or no step.
-        """
-        sample = settings.sample
-        assert sample is not None
-        self._lengths, self._settings, self._capacity = list(lengths), settings, capacity
-        self._drawn_first = sample.scorer is None
-        kept, rounds = scaled_count(len(lengths), sample.keep), sample.total_rounds
-        # Round r of K passes over (r+1)/K of the examples, so its steps are in proportion to r + 1: of the
-        # 1 + ... + K = K(K+1)/2 parts of the run, (r+1)(r+2)/2 have passed at its end.
-        self.sizes = [kept * (r + 1) // rounds for r in range(rounds)]
-        self.ends = [math.ceil(total * (r + 1) * (r + 2) / (rounds * (rounds + 1))) for r in range(rounds)]
-        for what, counts in (("examples", self.sizes), ("steps", self.ends)):
-            if any(one == other for one, other in zip([0, *counts], counts, strict=False)):
-                raise PeftlabError(
-                    f"train.sample.rounds: {rounds} rounds need more than {counts[-1]} {what}; set fewer rounds"
-                )
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Take a step for each parameter that has a gradient."""
+        parameters = [(group, parameter) for group in self.param_groups for parameter in group["params"]]
+        for group in self.param_groups:
+            group["taken"] += 1  # of the optimiser: a parameter's own count begins again when its layer has rested
+        for place, (group, parameter) in enumerate(parameters):
+            if parameter.grad is None:
+                continue
+            state = self.state[parameter]
+            if not state:
+                averages = (torch.zeros_like(parameter, dtype=torch.float32) for _ in range(2))
+                state["step"], (state["exp_avg"], state["exp_avg_sq"]) = torch.zeros(()), averages
+            state["step"] += 1
+            step, (beta1, beta2) = int(state["step"]), group["betas"]
+            generator = torch.Generator(parameter.device).manual_seed(_seed_of(self._seed, group["taken"], place))
+            for weight, grad, mean, square in _row_blocks(
+                parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"]
+            ):
+                gradient = grad.float()
+                mean.lerp_(gradient, 1 - beta1)
+                square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+                scale = (square / (1 - beta2**step)).sqrt_().add_(group["eps"])
+                value = weight.float().mul_(1 - group["lr"] * group["weight_decay"])
+                value.addcdiv_(mean, scale, value=-group["lr"] / (1 - beta1**step))
+                if weight.dtype == torch.bfloat16:
+                    value = round_to_bf16(value, _noise(value, generator))
+                weight.copy_(value)
 
-    def begins(self, step: int, chosen: Chosen) -> bool:
-        """Return whether the examples of the round of ``step`` (from 0) are still to be chosen.
-
-        Args:
-            step: the step, from 0.
-            chosen: the examples chosen by each round so far.
-        """
-        return bisect_right(self.ends, step) == len(chosen)
-
-    def choose(self, chosen: Chosen, score: Callable[[list[int]], Sequence[float]]) -> list[int]:
-        """Return the examples that the next round adds: those of the lowest score, the lower index first among equals.
-
-        Args:
-            chosen: the examples chosen by each round so far.
-            score: examples to a number each; the first round draws at random instead, unless a scorer was
-                trained before.
-        """
-        size = self.sizes[len(chosen)] - sum(map(len, chosen))
-        if self._drawn_first and not chosen:
-            return sorted(seeded_order(len(self._lengths), self._settings.seed, 0, DRAWN)[:size])
-        before = {i for those in chosen for i in those}
-        left = [i for i in range(len(self._lengths)) if i not in before]
-        scores = dict(zip(left, score(left), strict=True))
-        return sorted(sorted(left, key=lambda i: (scores[i], i))[:size])
-
-    def batches(self, step: int, chosen: Chosen) -> Iterator[list[int]]:
-        """Yield the batches from ``step`` to the end of its round.
-
-        Args:
-            step: the step to begin with, from 0.
-            chosen: the examples chosen by each round so far.
-        """
-        number = bisect_right(self.ends, step)
-        begin, end = ([0, *self.ends])[number], self.ends[number]
-        members = sorted(i for those in chosen[: number + 1] for i in those)
-        plan = make_plan(self._lengths, members, self._settings, self._capacity)
-        place = begin
-        for epoch in count():
-            for batch in plan((number << 32) + epoch):  # no two rounds take the same order
-                if place >= step:
-                    yield batch
-                place += 1
-                if place == end:
-                    return
+    def load_state_dict(self, state_dict: StateDict) -> None:
+        """Load the state; torch's own would round the averages to the parameters' bf16."""
+        super().load_state_dict(state_dict)
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        for place, values in state_dict["state"].items():
+            parameter = parameters[place]
+            for key in ("exp_avg", "exp_avg_sq"):
+                self.state[parameter][key] = values[key].to(parameter.device, copy=True)
 
 
-# Number formats of few bits, and gradients of which few are left, as pure functions of fp32 values and noise.
+def _seed_of(*parts: int) -> int:
+    return int(numpy.random.SeedSequence(parts).generate_state(1, numpy.uint64)[0] >> numpy.uint64(1))
+
+
+def _row_blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Yield tensors of the same shape in blocks of rows, small enough for a CPU's cache; elsewhere yield them whole."""
+    first, *_ = tensors = tuple(map(torch.atleast_1d, tensors))
+    rows = max(1, len(first))
+    if first.device.type == "cpu":
+        rows = max(1, _BLOCK * rows // max(1, first.numel()))
+    return zip(*(tensor.split(rows) for tensor in tensors), strict=True)
+
+
+def _noise(like: Tensor, generator: torch.Generator) -> Tensor:
+    """Return random int32 from 0 to 2^16 − 1, of the shape of ``like``: four from each word of 64 bits."""
+    words = torch.empty(math.ceil(like.numel() / 4), dtype=torch.int64, device=like.device)
+    words.random_(-(2**63), None, generator=generator)  # 0 to 2^63 without arguments
+    return words.view(torch.uint16)[: like.numel()].view(like.shape).to(torch.int32)
+
+
+def round_to_bf16(value: Tensor, noise: Tensor) -> Tensor:
+    """Return fp32 values as bf16, up or down by their noise: the mean over all noises is the value.
+
+    Args:
+        value: fp32, of any shape.
+        noise: whole numbers from 0 to 2^16 − 1, int32, of the values' shape.
+    """
+    # bf16 is the upper half of fp32's bits: noise in the lower half carries into it with the share that is cut off.
+    bits = value.view(torch.int32)
+    rounded = bits.add(noise).bitwise_and_(-(1 << 16)).view(torch.float32)
+    return torch.where(value.isnan(), value, rounded).bfloat16()  # of infinity the bits that the noise meets are 0
+
+
+# --- Number formats of few bits, and gradients of which few are left, as pure functions of fp32 values and noise.
 # Noise is uniform on [0, 1), of the shape of the values: rounding by it is up with the probability of the part that is
 # cut off, so that the mean over the noise is the value. Noise of ½ everywhere rounds to the nearest.
 NEAREST = 0.5

@@ -1,19 +1,24 @@
 """The training loop: one global batch a step, split over processes and accumulation steps.
 
-``train`` reads from top to bottom; what it needs follows: the state between steps, the batches as tensors, the log.
+``train`` reads from top to bottom; what it needs follows: the state between steps, the batches as tensors, the
+optimiser, and what can end a run: signals, running out of memory, parameters that do not learn in the first steps.
 """
 
 from __future__ import annotations
 
-import json
 import math
-import os
+import shlex
+import signal
+import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import TypeVar
 
 import torch
@@ -21,22 +26,19 @@ from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
-from tqdm.auto import tqdm
 
 from peftlab.errors import PeftlabError
 from peftlab.methods.base import layer_index
 from peftlab.methods.inject import trainable_parameters
 from peftlab.models.costs import Meter
 from peftlab.models.load import eval_mode
-from peftlab.tasks.batches import padded_tokens, split_rows
 from peftlab.tasks.problem import TrainingProblem
 from peftlab.training.config import TrainConfig
-from peftlab.training.distributed import adapter_template
-from peftlab.training.efficient import Emulation, LayerSampling, Selection, frozen
-from peftlab.training.faults import FirstStepsCheck, Interrupted, StopSignals, memory_advice, training_changes
-from peftlab.training.optimiser import lr_factor, make_optimiser
-from peftlab.training.order import Order, make_order
+from peftlab.training.distributed import adapter_template, full_tensors
+from peftlab.training.efficient import Emulation, LayerSampling, StochasticAdamW, frozen
+from peftlab.training.order import Order, Selection, make_order, padded_tokens, split_rows
 from peftlab.training.state import (
+    Log,
     Progress,
     checkpoint_path,
     load_checkpoint,
@@ -100,17 +102,17 @@ def train(
             progress.seconds += time.perf_counter() - clock  # waiting for data counts, evaluation does not
             log.step(step, settings.peak_lr * factor, loss, norm, batch.indices)
             trainer.check_first_steps()
-            signal = signals.received()
+            stop = signals.received()
             evaluating = step == order.total or (
                 step % settings.eval_every == 0 if settings.eval_every else step in order.ends
             )
             if evaluating:
                 trainer.evaluate(log)
-            if evaluating or signal or (settings.save_every and step % settings.save_every == 0):
+            if evaluating or stop or (settings.save_every and step % settings.save_every == 0):
                 progress.metrics_bytes = log.position()
                 trainer.save(checkpoints, saved)
-            if signal and step < order.total:
-                raise Interrupted(signal, step, run_dir)
+            if stop and step < order.total:
+                raise Interrupted(stop, step, run_dir)
             clock = time.perf_counter()
     restore_adapter(final, read_checkpoint(checkpoint_path(checkpoints, progress.best_step)))
     problem.model = final.eval()  # what follows decodes, scores or times it: with dropout every pass would differ
@@ -410,160 +412,214 @@ def try_compile(problem: TrainingProblem, accelerator: Accelerator) -> bool:
         problem.model.zero_grad(set_to_none=True)
 
 
-READ_EVERY = 10  # steps between reading the losses: each read waits for the device
-NAMED = 64  # examples of a bad batch that the error lists
+# --- The optimiser.
+def make_optimiser(
+    parameters: Mapping[str, nn.Parameter], settings: TrainConfig, lr_ratio: Mapping[str, float]
+) -> torch.optim.Optimizer:
+    """Return a fused AdamW over the trainable parameters; ``StochasticAdamW`` where ``settings.weights`` ask for it.
 
-
-class Log:
-    """Writes losses and scores to the metrics file, the trackers and the terminal, from the main process only.
+    Vectors (biases, norms, magnitudes) are not decayed. Parameters whose last name is in ``lr_ratio`` get that
+    multiple of ``settings.peak_lr`` (LoRA+: ``{"lora_B": ratio}``). The schedule's factor multiplies each group's
+    ``peak_lr``.
 
     Args:
-        path: the metrics file; what it contains after ``keep_bytes`` was written after the checkpoint and is removed.
-        step: steps completed before.
+        parameters: the trainable parameters by name.
+        settings: the recipe's ``train`` section.
+        lr_ratio: multiples of the learning rate by the last part of a parameter's name.
+    """
+    groups: dict[tuple[float, float], list[nn.Parameter]] = {}
+    for name, parameter in parameters.items():
+        decay = settings.weight_decay if parameter.ndim > 1 else 0.0
+        ratio = lr_ratio.get(name.rpartition(".")[2], 1.0)
+        groups.setdefault((decay, ratio), []).append(parameter)
+    listed: list[dict[str, object]] = [
+        {"params": members, "weight_decay": decay, "peak_lr": settings.peak_lr * ratio}
+        for (decay, ratio), members in groups.items()
+    ]
+    if settings.weights is not None:
+        return StochasticAdamW(listed, settings.betas, settings.eps, settings.seed)
+    return torch.optim.AdamW(listed, lr=settings.peak_lr, betas=settings.betas, eps=settings.eps, fused=True)
+
+
+def lr_factor(step: int, total: int, warmup: float, kind: str) -> float:
+    """Return the factor of the peak learning rate at optimiser step ``step`` (from 0) of ``total``.
+
+    Linear warm-up from 0 over ``warmup`` steps (a share of ``total`` if below 1, rounded up), then
+    ``constant``, ``linear`` decay to 0, or half a ``cosine`` to 0.
+
+    Args:
+        step: the optimiser step, from 0.
+        total: optimiser steps of the run.
+        warmup: steps of the warm-up, or a share of ``total`` if below 1.
+        kind: ``constant``, ``linear`` or ``cosine``.
+    """
+    ramp = math.ceil(warmup * total) if warmup < 1 else int(warmup)
+    if step < ramp:
+        return step / ramp
+    if kind == "constant":
+        return 1.0
+    progress = (step - ramp) / max(1, total - ramp)
+    return max(0.0, 1.0 - progress) if kind == "linear" else 0.5 * (1.0 + math.cos(math.pi * min(1.0, progress)))
+
+
+def widen_to_fp32(model: nn.Module) -> None:
+    """Give fp32 values to the parameters that train in place beside a frozen base in 16 bits.
+
+    A 16-bit parameter loses small steps in rounding. The products then need autocast. Where nothing is frozen, the
+    parameters are the base, and stay as they are stored.
+    """
+    parameters = list(model.parameters())
+    if any(not p.requires_grad and p.is_floating_point() for p in parameters):
+        for parameter in parameters:
+            if parameter.requires_grad and parameter.dtype in (torch.bfloat16, torch.float16):
+                parameter.data = parameter.data.float()
+
+
+# --- What can end a run: a signal, running out of memory, parameters that do not learn.
+class Interrupted(PeftlabError):
+    """The run received a signal and stopped after writing a checkpoint.
+
+    The exit status is the shell's for that signal: 130 for SIGINT (Ctrl-C), 143 for SIGTERM.
     """
 
-    def __init__(self, path: Path, accelerator: Accelerator, step: int, keep_bytes: int, order: Order) -> None:
-        self._accelerator, self._order = accelerator, order
-        self._file = MetricsFile(path, keep_bytes) if accelerator.is_main_process else None
-        self._pending: list[tuple[int, float, Tensor, Tensor, list[int]]] = []
-        # None: no bar where standard error is no terminal (a log file, CI)
-        hidden = None if accelerator.is_main_process else True
-        self._bar = tqdm(total=order.total, initial=step, unit="step", disable=hidden, dynamic_ncols=True, leave=False)
+    def __init__(self, number: int, step: int, run_dir: Path) -> None:
+        command = f"peftlab resume {shlex.quote(str(run_dir))}"
+        super().__init__(f"stopped by {signal.Signals(number).name} after step {step}; continue with `{command}`")
+        self.status = 128 + number
 
-    def __enter__(self) -> Log:
+
+class StopSignals:
+    """Records the first SIGINT and SIGTERM, so that the loop can end its step; a second one takes its usual effect."""
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._accelerator, self._received = accelerator, 0
+
+    def __enter__(self) -> StopSignals:
+        main = threading.current_thread() is threading.main_thread()  # no other thread may set handlers
+        numbers = (signal.SIGINT, signal.SIGTERM) if main else ()
+        self._before = {number: signal.signal(number, self._record) for number in numbers}
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._bar.close()
-        if self._file is not None:
-            self._file.close()
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
 
-    def step(self, step: int, lr: float, loss: Tensor, norm: Tensor, batch: list[int]) -> None:
-        """Record a training step; losses are read from the device every ``READ_EVERY`` steps.
+    def _record(self, number: int, frame: FrameType | None) -> None:
+        self._received = number
+        signal.signal(number, self._before[signal.Signals(number)])
 
-        Args:
-            step: optimiser steps completed.
-            lr: the learning rate of the step.
-            loss: its mean loss, a scalar.
-            norm: the gradient's norm before clipping, a scalar.
-            batch: indices of the global batch's examples.
-        """
-        self._pending.append((step, lr, loss, norm, batch))
-        self._bar.update()
-        if len(self._pending) >= READ_EVERY:
-            self.flush()
-
-    def flush(self) -> None:
-        """Write the pending steps; raise ``PeftlabError`` at the first loss that is not finite."""
-        for step, lr, loss, norm, batch in self._pending:
-            value = loss.item()
-            if not math.isfinite(value):
-                named = ", ".join(map(str, sorted(batch)[:NAMED]))
-                more = f" and {len(batch) - NAMED} more" if len(batch) > NAMED else ""
-                raise PeftlabError(
-                    f"the loss is {value} at step {step}, on training examples {named}{more} (from 0); the "
-                    "checkpoints of earlier steps are intact. A lower train.lr, a longer train.warmup or "
-                    "train.precision=fp32 usually helps"
-                )
-            self._write(step, {"loss": value, "lr": lr, "grad_norm": float(norm)})
-            self._bar.set_postfix(loss=f"{value:.4f}", refresh=False)
-        self._pending.clear()
-        if self._file is not None:
-            self._file.flush()
-
-    def evaluating(self) -> None:
-        """Write the pending steps, as ``flush`` does, and show in the bar that an evaluation is running."""
-        self.flush()
-        self._bar.set_description("evaluating")
-
-    def evaluation(self, step: int, scores: dict[str, dict[str, float]], *, best: bool) -> None:
-        """Write and print an evaluation, one line per split; the first split is the deciding one.
-
-        Args:
-            step: optimiser steps completed.
-            scores: metrics by split.
-            best: whether it is the best evaluation so far.
-        """
-        self._bar.unpause()  # evaluation time does not count towards the time per step
-        self._bar.set_description(refresh=False)
-        self._bar.clear()
-        for split, values in scores.items():
-            self._write(step, {"split": split, "eval": values})
-            shown = ", ".join(f"{name} {value:.4f}" for name, value in values.items())
-            mark = " (best)" if best and split == next(iter(scores)) else ""
-            self._accelerator.print(f"step {step}/{self._order.total}: {split} {shown}{mark}", flush=True)
-
-    def position(self) -> int:
-        """Write the pending steps to the disk and return the length of the metrics file."""
-        self.flush()
-        return self._file.position() if self._file is not None else 0
-
-    def _write(self, step: int, values: dict[str, object]) -> None:
-        values = {"epoch": self._order.epoch(step), **values}
-        if self._file is not None:
-            self._file.write({"step": step, **values})
-        if self._accelerator.trackers:
-            self._accelerator.log(flat(values), step=step)
+    def received(self) -> int:
+        """Return the signal that any process has received by now, or 0: every process the same."""
+        if self._accelerator.num_processes == 1:
+            return self._received
+        numbers = torch.tensor([self._received], device=self._accelerator.device)
+        return int(self._accelerator.gather(numbers).max())
 
 
-class MetricsFile:
-    """``metrics.jsonl``: one JSON object per line.
+_NO_MEMORY = ("out of memory", "can't allocate memory", "cannot allocate memory", "bad_alloc")
 
-    The file contains nothing that differs between two runs of one recipe (no clock), so that a resumed run's file
-    equals an uninterrupted one's.
+
+@contextmanager
+def memory_advice(where: str, changes: list[str]) -> Iterator[None]:
+    """Raise, where the block runs out of memory, a ``PeftlabError`` that lists settings to change.
 
     Args:
-        path: the file.
-        keep_bytes: its length at the checkpoint, to which it is truncated.
+        where: what needed the memory, for the message.
+        changes: settings to change, in the order in which to try them.
     """
-
-    def __init__(self, path: Path, keep_bytes: int = 0) -> None:
-        self._file = open(path, "ab")  # noqa: SIM115
-        self._file.truncate(keep_bytes)
-
-    def write(self, values: Mapping[str, object]) -> None:
-        """Append ``values`` as a line; a number that is not finite becomes null, as JSON has none."""
-        self._file.write((json.dumps(_null_if_not_finite(values)) + "\n").encode())
-
-    def flush(self) -> None:
-        """Write buffered lines to the file; ``PeftlabError`` if that fails, as on a full disk."""
-        try:
-            self._file.flush()
-        except OSError as error:
-            raise PeftlabError(
-                f"{self._file.name}: cannot be written ({error.strerror}); the newest checkpoint is complete"
-            ) from None
-
-    def position(self) -> int:
-        """Flush to the disk and return the file's length in bytes."""
-        self.flush()
-        os.fsync(self._file.fileno())
-        return self._file.tell()
-
-    def close(self) -> None:
-        """Close the file; ``flush`` has already reported a full disk."""
-        with suppress(OSError):
-            self._file.close()
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        text = str(error).lower()
+        if not isinstance(error, MemoryError) and not any(words in text for words in _NO_MEMORY):
+            raise
+        raise PeftlabError(f"out of memory {where}; set {', or '.join(changes)}") from None
 
 
-def _null_if_not_finite(value: object) -> object:
-    if isinstance(value, dict):
-        return {key: _null_if_not_finite(item) for key, item in value.items()}
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def flat(values: Mapping[str, object], prefix: str = "") -> dict[str, float]:
-    """Return the numbers in nested ``values`` under slash-joined names, as accelerate's trackers need them.
+def training_changes(settings: TrainConfig, examples: int, longest: int) -> list[str]:
+    """Return settings that make a training step need less memory, those that keep the result first.
 
     Args:
-        values: numbers, and mappings of them.
-        prefix: of the names, with its slash.
+        examples: examples of one backward pass.
+        longest: tokens they are padded to.
     """
-    result: dict[str, float] = {}
-    for key, value in values.items():
-        name = f"{prefix}{key}"
-        if isinstance(value, dict):
-            result |= flat(value, f"{name}/")
-        elif isinstance(value, (int, float)):
-            result[name] = value
-    return result
+    steps, length = settings.gradient_accumulation_steps, max(2, longest // 2)
+    changes = []
+    if examples > 1:
+        changes.append(f"train.gradient_accumulation_steps={2 * steps} (half the examples at once, same result)")
+    if not settings.gradient_checkpointing:
+        changes.append("train.gradient_checkpointing=true (slower, same result)")
+    if settings.max_tokens:
+        changes.append(f"train.max_tokens={settings.max_tokens // 2} with train.max_length={length} or less")
+    elif examples > 1:
+        changes.append(f"train.batch_size={max(1, settings.batch_size // 2)}")
+    return [*changes, f"train.max_length={length}"] if not settings.max_tokens else changes
+
+
+FIRST_STEPS = 2  # LoRA's A has no gradient in the first step, while B is zero
+_LEAST_LR = 1e-6  # below this, a step of AdamW may be rounded away in a weight near 1
+
+
+class FirstStepsCheck:
+    """Checks that each parameter learns in its first two optimiser steps whose learning rate is above ``_LEAST_LR``.
+
+    After its second one a trainable parameter must have had a gradient, all its gradients must have been finite, and
+    in each module group (the parameters of one parent module) at least one parameter must have changed. Where layers
+    rest in some steps, theirs do not count, and the check ends when every layer has had its two.
+
+    Args:
+        gradients_kept: False where gradients are gone after the step (ZeRO): then each is checked in a hook.
+        moves: False where a small step moves a weight only sometimes (stochastic rounding): gradients alone count.
+    """
+
+    def __init__(self, model: nn.Module, *, gradients_kept: bool = True, moves: bool = True) -> None:
+        self._moves = moves
+        self._waiting = trainable_parameters(model)
+        self._start = {name: full_tensors(parameter).clone() for name, parameter in self._waiting.items()}
+        self._reached: set[str] = set()
+        self._broken: set[str] = set()
+        self._steps: Counter[str] = Counter()
+        self._hooks = [
+            parameter.register_hook(partial(self._record_gradient, name))
+            for name, parameter in self._waiting.items()
+            if not gradients_kept
+        ]
+
+    def record_step(self, lr: float, resting: Collection[str] = ()) -> None:
+        """Record a step just taken with learning rate ``lr``; call it before the gradients are cleared.
+
+        Args:
+            resting: names of the parameters that did not train in this step.
+        """
+        if lr < _LEAST_LR:
+            return
+        for name, parameter in self._waiting.items():
+            self._steps[name] += name not in resting
+            if parameter.grad is not None:
+                self._record_gradient(name, parameter.grad)
+
+    def _record_gradient(self, name: str, gradient: Tensor) -> None:
+        self._reached.add(name)
+        if not torch.isfinite(full_tensors(gradient)).all():
+            self._broken.add(name)
+
+    def done(self) -> bool:
+        """Return whether all have had both steps; raise ``PeftlabError`` naming the parameters that do not learn."""
+        due = {name: parameter for name, parameter in self._waiting.items() if self._steps[name] >= FIRST_STEPS}
+        unreached = [name for name in due if name not in self._reached]
+        moved = {n.rpartition(".")[0] for n, p in due.items() if not torch.equal(full_tensors(p), self._start[n])}
+        stuck = sorted({name.rpartition(".")[0] for name in due} - moved) if self._moves else []
+        for what, names in (
+            ("have no gradient", unreached),
+            ("have gradients that are not finite", sorted(self._broken & due.keys())),
+            ("have not changed", stuck),
+        ):
+            if names:
+                shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+                raise PeftlabError(f"after {FIRST_STEPS} steps, trainable parameters {what}: {shown}")
+        for name in due:
+            del self._waiting[name], self._start[name]
+        if not self._waiting:
+            for hook in self._hooks:
+                hook.remove()
+        return not self._waiting

@@ -1,12 +1,16 @@
-"""Checkpoints of a run: everything the next step depends on, written atomically."""
+"""The files of a run in training: checkpoints, with everything the next step depends on, and the log of its metrics."""
 
 from __future__ import annotations
 
 import hashlib
+import json
+import math
+import os
 import shlex
 import zipfile
 import zlib
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
@@ -15,6 +19,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor, nn
+from tqdm.auto import tqdm
 
 from peftlab.checkpoints.tensors import unpickle
 from peftlab.environment import describe_cpu, peak_memory
@@ -23,6 +28,7 @@ from peftlab.files import STAGING_PREFIX, replacing
 from peftlab.methods.inject import trainable_parameters
 from peftlab.models.costs import Cost, kv_bytes_per_token
 from peftlab.training.distributed import full_tensors, optimiser_state, restore_optimiser, shard_like
+from peftlab.training.order import Order
 from peftlab.untyped import Attributes
 
 if TYPE_CHECKING:
@@ -322,3 +328,163 @@ def _set_rng_state(state: RandomState) -> None:
         torch.cuda.set_rng_state(state["cuda"])
     if state["mps"] is not None and torch.backends.mps.is_available():
         torch.mps.set_rng_state(state["mps"])
+
+
+# --- The log of losses and scores.
+_READ_EVERY = 10  # steps between reading the losses: each read waits for the device
+_NAMED = 64  # examples of a bad batch that the error lists
+
+
+class Log:
+    """Writes losses and scores to the metrics file, the trackers and the terminal, from the main process only.
+
+    Args:
+        path: the metrics file; what it contains after ``keep_bytes`` was written after the checkpoint and is removed.
+        step: steps completed before.
+    """
+
+    def __init__(self, path: Path, accelerator: Accelerator, step: int, keep_bytes: int, order: Order) -> None:
+        self._accelerator, self._order = accelerator, order
+        self._file = MetricsFile(path, keep_bytes) if accelerator.is_main_process else None
+        self._pending: list[tuple[int, float, Tensor, Tensor, list[int]]] = []
+        # None: no bar where standard error is no terminal (a log file, CI)
+        hidden = None if accelerator.is_main_process else True
+        self._bar = tqdm(total=order.total, initial=step, unit="step", disable=hidden, dynamic_ncols=True, leave=False)
+
+    def __enter__(self) -> Log:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._bar.close()
+        if self._file is not None:
+            self._file.close()
+
+    def step(self, step: int, lr: float, loss: Tensor, norm: Tensor, batch: list[int]) -> None:
+        """Record a training step; losses are read from the device every ``_READ_EVERY`` steps.
+
+        Args:
+            step: optimiser steps completed.
+            lr: the learning rate of the step.
+            loss: its mean loss, a scalar.
+            norm: the gradient's norm before clipping, a scalar.
+            batch: indices of the global batch's examples.
+        """
+        self._pending.append((step, lr, loss, norm, batch))
+        self._bar.update()
+        if len(self._pending) >= _READ_EVERY:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write the pending steps; raise ``PeftlabError`` at the first loss that is not finite."""
+        for step, lr, loss, norm, batch in self._pending:
+            value = loss.item()
+            if not math.isfinite(value):
+                named = ", ".join(map(str, sorted(batch)[:_NAMED]))
+                more = f" and {len(batch) - _NAMED} more" if len(batch) > _NAMED else ""
+                raise PeftlabError(
+                    f"the loss is {value} at step {step}, on training examples {named}{more} (from 0); the "
+                    "checkpoints of earlier steps are intact. A lower train.lr, a longer train.warmup or "
+                    "train.precision=fp32 usually helps"
+                )
+            self._write(step, {"loss": value, "lr": lr, "grad_norm": float(norm)})
+            self._bar.set_postfix(loss=f"{value:.4f}", refresh=False)
+        self._pending.clear()
+        if self._file is not None:
+            self._file.flush()
+
+    def evaluating(self) -> None:
+        """Write the pending steps, as ``flush`` does, and show in the bar that an evaluation is running."""
+        self.flush()
+        self._bar.set_description("evaluating")
+
+    def evaluation(self, step: int, scores: dict[str, dict[str, float]], *, best: bool) -> None:
+        """Write and print an evaluation, one line per split; the first split is the deciding one.
+
+        Args:
+            step: optimiser steps completed.
+            scores: metrics by split.
+            best: whether it is the best evaluation so far.
+        """
+        self._bar.unpause()  # evaluation time does not count towards the time per step
+        self._bar.set_description(refresh=False)
+        self._bar.clear()
+        for split, values in scores.items():
+            self._write(step, {"split": split, "eval": values})
+            shown = ", ".join(f"{name} {value:.4f}" for name, value in values.items())
+            mark = " (best)" if best and split == next(iter(scores)) else ""
+            self._accelerator.print(f"step {step}/{self._order.total}: {split} {shown}{mark}", flush=True)
+
+    def position(self) -> int:
+        """Write the pending steps to the disk and return the length of the metrics file."""
+        self.flush()
+        return self._file.position() if self._file is not None else 0
+
+    def _write(self, step: int, values: dict[str, object]) -> None:
+        values = {"epoch": self._order.epoch(step), **values}
+        if self._file is not None:
+            self._file.write({"step": step, **values})
+        if self._accelerator.trackers:
+            self._accelerator.log(flat(values), step=step)
+
+
+class MetricsFile:
+    """``metrics.jsonl``: one JSON object per line.
+
+    The file contains nothing that differs between two runs of one recipe (no clock), so that a resumed run's file
+    equals an uninterrupted one's.
+
+    Args:
+        path: the file.
+        keep_bytes: its length at the checkpoint, to which it is truncated.
+    """
+
+    def __init__(self, path: Path, keep_bytes: int = 0) -> None:
+        self._file = open(path, "ab")  # noqa: SIM115
+        self._file.truncate(keep_bytes)
+
+    def write(self, values: Mapping[str, object]) -> None:
+        """Append ``values`` as a line; a number that is not finite becomes null, as JSON has none."""
+        self._file.write((json.dumps(_null_if_not_finite(values)) + "\n").encode())
+
+    def flush(self) -> None:
+        """Write buffered lines to the file; ``PeftlabError`` if that fails, as on a full disk."""
+        try:
+            self._file.flush()
+        except OSError as error:
+            raise PeftlabError(
+                f"{self._file.name}: cannot be written ({error.strerror}); the newest checkpoint is complete"
+            ) from None
+
+    def position(self) -> int:
+        """Flush to the disk and return the file's length in bytes."""
+        self.flush()
+        os.fsync(self._file.fileno())
+        return self._file.tell()
+
+    def close(self) -> None:
+        """Close the file; ``flush`` has already reported a full disk."""
+        with suppress(OSError):
+            self._file.close()
+
+
+def _null_if_not_finite(value: object) -> object:
+    if isinstance(value, dict):
+        return {key: _null_if_not_finite(item) for key, item in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def flat(values: Mapping[str, object], prefix: str = "") -> dict[str, float]:
+    """Return the numbers in nested ``values`` under slash-joined names, as accelerate's trackers need them.
+
+    Args:
+        values: numbers, and mappings of them.
+        prefix: of the names, with its slash.
+    """
+    result: dict[str, float] = {}
+    for key, value in values.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, dict):
+            result |= flat(value, f"{name}/")
+        elif isinstance(value, (int, float)):
+            result[name] = value
+    return result

@@ -62,7 +62,7 @@ def theirs(task: str, padded: bool) -> tuple[float, dict[str, float]]:
     from accelerate.utils import set_seed
 
     from peftlab.pipelines.finetune import load_task
-    from peftlab.training.optimiser import lr_factor
+    from peftlab.training.loop import lr_factor
 
     with tempfile.TemporaryDirectory() as out:
         loaded = recipe(task, out)

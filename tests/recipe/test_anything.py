@@ -14,7 +14,7 @@ from peftlab.errors import PeftlabError
 from peftlab.methods.config import METHODS, config_class
 from peftlab.recipe.load import load_recipe
 from peftlab.recipe.schema import KINDS, DraftRecipe, FinetuneRecipe
-from peftlab.tasks.config import DataConfig
+from peftlab.tasks.table import DataConfig
 from peftlab.training.config import TrainConfig
 
 SECTIONS = {"data": DataConfig, "train": TrainConfig, "written": DraftData, "objective": DraftObjective}

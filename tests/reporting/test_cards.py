@@ -18,7 +18,7 @@ from run_directory import RECIPE, results
 from peftlab.checkpoints.merge import front_matter, merge_card
 from peftlab.checkpoints.merge_plan import MergeOptions
 from peftlab.checkpoints.merge_steps import MergeReport
-from peftlab.reporting.cards import CardInfo, adapter_card, training
+from peftlab.reporting.facts import CardInfo, adapter_card, training_section
 
 
 def merged_card(info: CardInfo) -> str:
@@ -29,7 +29,7 @@ def merged_card(info: CardInfo) -> str:
         notes=[], warnings=[], total_bytes=0, seconds=0.0,
     )  # fmt: skip
     nowhere = Path("nowhere")
-    return merge_card(report, nowhere, nowhere, MergeOptions(recipe=info.recipe, training=training(info)))
+    return merge_card(report, nowhere, nowhere, MergeOptions(recipe=info.recipe, training=training_section(info)))
 
 
 CARDS = [adapter_card, merged_card]

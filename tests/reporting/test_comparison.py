@@ -15,8 +15,7 @@ from typer.testing import CliRunner
 import peftlab
 from peftlab.cli.app import app
 from peftlab.errors import PeftlabError
-from peftlab.reporting.pages import usage
-from peftlab.reporting.plots import line_plot
+from peftlab.reporting.pages import line_plot, usage
 
 pytest.importorskip("jinja2")
 pytest.importorskip("matplotlib")
@@ -133,7 +132,7 @@ def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
 
 
 def test_curves_that_coincide_are_both_seen() -> None:
-    from peftlab.reporting.plots import Curve, Line
+    from peftlab.reporting.pages import Curve, Line
 
     curve = Curve()
     for step in range(100):

@@ -27,25 +27,25 @@ def rendered(renderable: Any, width: int = 80) -> str:
 
 
 def test_results_table_puts_the_score_beside_its_baseline() -> None:
-    lines = [line.split("  ")[0].strip() for line in rendered(console.results_table(results())).splitlines()]
+    lines = [line.split("  ")[0].strip() for line in rendered(facts.results_table(results())).splitlines()]
     rows = [line for line in lines if line]
     assert rows[:3] == ["glue/mrpc, lora", "accuracy", "majority baseline"]
     assert rows[-3:] == ["merge: max logit difference", "merge: latency ratio", "merge: predictions equal"]
-    text = rendered(console.results_table(results()))
+    text = rendered(facts.results_table(results()))
     assert "0.6838 (+0.2034)" in text
     assert text.count("accuracy") == 1
 
 
 def test_every_result_is_shown() -> None:
-    text = rendered(console.results_table(results(energy_wh=12.5, gpu={"peak_mb": 4000})))
+    text = rendered(facts.results_table(results(energy_wh=12.5, gpu={"peak_mb": 4000})))
     for shown in ("energy wh", "12.5000", "gpu / peak mb", "4,000"):
         assert shown in text
 
 
 def test_trainable_line_is_pefts() -> None:
     expected = "trainable params: 294,912 || all params: 124,940,546 || trainable%: 0.2360"
-    assert console.trainable_line(294_912, 124_940_546) == expected
-    assert console.trainable_line(0, 0).endswith("trainable%: 0.0000")
+    assert facts.trainable_line(294_912, 124_940_546) == expected
+    assert facts.trainable_line(0, 0).endswith("trainable%: 0.0000")
 
 
 def _merged(name: str) -> MergeReport:
@@ -105,7 +105,7 @@ def test_error_goes_unbroken_to_stderr(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_print_results_names_the_run_unbroken(capsys: pytest.CaptureFixture[str]) -> None:
-    console.print_results(results(), PATH)
+    facts.print_results(results(), PATH)
     out = capsys.readouterr().out
     assert f"run directory: {PATH}\n" in out
     assert "\x1b" not in out
@@ -139,10 +139,10 @@ def test_durations(seconds: float, text: str) -> None:
 
 
 def test_a_slow_run_s_speed_is_not_0() -> None:
-    shown = facts.facts({"examples_per_second": 0.35, "tokens_per_second": 7541.0})
+    shown = facts.details({"examples_per_second": 0.35, "tokens_per_second": 7541.0})
     assert shown["throughput"] == "0.35 examples/s, 7,541 tokens/s"
 
 
 def test_scores_are_printed_with_their_examples() -> None:
-    lines = console.score_lines({"dev": {"accuracy": 0.5}, "latency": {"merged": 1.0}}, {"dev": 1200})
+    lines = facts.score_lines({"dev": {"accuracy": 0.5}, "latency": {"merged": 1.0}}, {"dev": 1200})
     assert lines == ["dev (1,200 examples): accuracy 0.5000", "latency, the base model's being 1: merged 1.0000"]

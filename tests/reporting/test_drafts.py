@@ -20,9 +20,8 @@ from peftlab.decoding.measurements import (
 )
 from peftlab.environment import Cpu
 from peftlab.reporting.drafts import bench_page
-from peftlab.reporting.facts import facts
-from peftlab.reporting.pages import write_report
-from peftlab.reporting.plots import acceptance_plots
+from peftlab.reporting.facts import details
+from peftlab.reporting.pages import acceptance_plots, write_report
 
 pytest.importorskip("jinja2")
 pytest.importorskip("matplotlib")
@@ -75,7 +74,7 @@ def test_a_draft_run_shows_its_decoding(tmp_path: Path) -> None:
         '<ins class="accepted"> a</ins><del class="rejected">&lt;b&gt;</del><span class="target"> cat↵\n</span>' in page
     )
     assert "+0.2034 against the model before training" in page
-    rows = facts({"decoding": DECODING})
+    rows = details({"decoding": DECODING})
     assert rows["tokens per target step"] == "1.50, 0.50 drafted ones"
     assert rows["best draft length"] == "1, 1.30x" and not any("/ after" in name or "load" in name for name in rows)
     assert "<ins" not in write_report(write_run(tmp_path / "other")).read_text()

@@ -12,11 +12,16 @@ import pytest
 from run_directory import PROVENANCE, RECIPE, metric_lines, results, write_run
 
 from peftlab.errors import PeftlabError
-from peftlab.reporting.cards import CardInfo, adapter_card
-from peftlab.reporting.console import print_results
-from peftlab.reporting.facts import baseline_remark, class_rows, class_warnings, data_lines
-from peftlab.reporting.pages import write_report
-from peftlab.reporting.plots import MAX_POINTS
+from peftlab.reporting.facts import (
+    CardInfo,
+    adapter_card,
+    baseline_remark,
+    class_rows,
+    class_warnings,
+    data_lines,
+    print_results,
+)
+from peftlab.reporting.pages import MAX_POINTS, write_report
 
 pytest.importorskip("jinja2")
 pytest.importorskip("matplotlib")

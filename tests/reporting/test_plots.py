@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from peftlab.errors import PeftlabError
-from peftlab.reporting.plots import MAX_POINTS, Curve, Line, line_plot, read_history
+from peftlab.reporting.pages import MAX_POINTS, Curve, Line, line_plot, read_history
 
 VALUES = st.floats(-1e6, 1e6, allow_nan=False)
 

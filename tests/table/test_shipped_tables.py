@@ -31,8 +31,7 @@ from peftlab.recipe.load import Cell, load_recipe, table_cells
 from peftlab.recipe.schema import DraftTableRecipe, FinetuneRecipe, TableRecipe, injected_method
 from peftlab.references import locate
 from peftlab.reporting.table_scores import published_rows
-from peftlab.training.efficient import Selection
-from peftlab.training.order import make_order
+from peftlab.training.order import Selection, make_order
 from tests.packages import MINILM
 
 LARGE = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096}

@@ -1,93 +1,29 @@
-"""The order of examples, and examples that share a row."""
+"""Texts as tokens, tokens as batches, and examples that share a row."""
 
 from __future__ import annotations
 
-from itertools import chain, pairwise
+from itertools import chain
 
-import numpy as np
 import pytest
 import torch
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import AutoTokenizer
 
-from peftlab.tasks.batches import (
-    best_fit,
-    epoch_batches,
-    eval_batches,
-    packed_batches,
-    packed_rows,
-    padded_tokens,
-    padding_share,
-    seeded_order,
-    split_batch,
-    split_rows,
-)
+from peftlab.errors import PeftlabError
+from peftlab.references import locate
+from peftlab.tasks.batches import Collate, eval_batches, seeded_order, tokenise
+from peftlab.tasks.labelled_rows import Examples
 from peftlab.tasks.language import nll, pack, packing_fault
 from peftlab.tasks.language_examples import collate
 
 LENGTHS = st.lists(st.integers(1, 60), max_size=300)
 SIZES = st.integers(1, 40)
-SEEDS = st.integers(0, 2**64)
-
-
-@settings(deadline=None)
-@given(LENGTHS, SIZES, SEEDS, st.integers(0, 50))
-def test_an_epoch_holds_every_example_once(lengths, batch_size, seed, epoch):
-    batches = epoch_batches(lengths, batch_size, seed=seed, epoch=epoch)
-    assert sorted(chain(*batches)) == list(range(len(lengths)))
-    full, rest = divmod(len(lengths), batch_size)
-    assert sorted(map(len, batches)) == sorted([batch_size] * full + [rest] * (rest > 0))
-    assert batches == epoch_batches(np.asarray(lengths), batch_size, seed=seed, epoch=epoch)
-    assert all(type(i) is int for i in chain(*batches))
-    for batch in batches:
-        sizes = [lengths[i] for i in batch]
-        assert sizes == sorted(sizes)
-
-
-def test_epochs_and_seeds_give_different_orders():
-    lengths = [5] * 500
-    orders = {
-        tuple(chain(*epoch_batches(lengths, 8, seed=seed, epoch=epoch))) for seed in (0, 1, 2) for epoch in (0, 1, 2)
-    }
-    assert len(orders) == 9
 
 
 def test_the_order_is_the_same_on_every_machine():
     assert seeded_order(8, 0, 0) == [3, 2, 1, 6, 0, 7, 4, 5]
-    assert epoch_batches([3, 1, 2, 3, 1], 2, seed=7, epoch=1) == [[0], [2, 3], [1, 4]]
-
-
-def test_bucketing_saves_most_of_the_padding():
-    lengths = np.random.default_rng(0).integers(1, 128, 5000).tolist()
-    order = seeded_order(len(lengths), 1)
-    shuffled = [order[i : i + 32] for i in range(0, len(order), 32)]
-    bucketed = padding_share(epoch_batches(lengths, 32, seed=0, epoch=0), lengths)
-    assert padding_share(shuffled, lengths) > 0.4
-    assert bucketed < 0.05
-
-
-def test_batches_do_not_come_in_the_order_of_their_lengths():
-    lengths = list(range(1, 2049))
-    means = [np.mean([lengths[i] for i in batch]) for batch in epoch_batches(lengths, 32, seed=0, epoch=0)]
-    assert abs(np.corrcoef(means, range(len(means)))[0, 1]) < 0.4
-
-
-def test_equal_lengths_do_not_keep_their_neighbours():
-    lengths = [7] * 640
-    batches = epoch_batches(lengths, 10, seed=0, epoch=0)
-    gaps = [abs(a - b) for batch in batches for a, b in pairwise(batch)]
-    assert np.mean(gaps) == pytest.approx(640 / 3, rel=0.15)  # of independent uniform draws
-
-
-@settings(deadline=None)
-@given(st.lists(st.integers(), max_size=70), st.integers(1, 12))
-def test_shares_of_a_batch(batch, parts):
-    shares = split_batch(batch, parts)
-    assert len(shares) == parts
-    assert list(chain(*shares)) == batch
-    sizes = [len(share) for share in shares]
-    assert max(sizes) - min(sizes) <= 1 and sizes == sorted(sizes, reverse=True)
 
 
 @settings(deadline=None)
@@ -100,65 +36,106 @@ def test_evaluation_takes_the_longest_first(lengths, batch_size):
     assert all(len(batch) == batch_size for batch in batches[:-1])
 
 
-def test_padding_share_by_hand():
-    # Cells 2 * 4 + 1 * 3 = 11, tokens 4 + 1 + 3 = 8.
-    assert padding_share([[0, 1], [2]], [4, 1, 3]) == pytest.approx(3 / 11)
-    assert padding_share([[], [0]], [4]) == 0.0
-    assert padding_share([], []) == 0.0
+BRIEF, LONG = "good film", "a very long and winding film about a very long and winding road"
+
+
+@pytest.fixture(scope="module")
+def bert(minilm):
+    return AutoTokenizer.from_pretrained(locate(minilm))
+
+
+@pytest.fixture()
+def llama(stories):
+    return AutoTokenizer.from_pretrained(stories)
+
+
+def singles(label=(0, 1)):
+    return Examples([BRIEF, LONG], None, label).dataset()
+
+
+def pairs():
+    return Examples([BRIEF, LONG], [LONG, BRIEF], [0.5, 4.0]).dataset()
+
+
+def test_columns_and_values(bert):
+    tokens = tokenise(singles(), bert, 128)
+    assert set(tokens.column_names) == {"input_ids", "token_type_ids", "length", "label"}
+    assert tokens["length"][:] == [4, 15] and tokens["label"][:] == [0, 1]
+    assert bert.decode(tokens[0]["input_ids"]) == "[CLS] good film [SEP]"
+    assert "label" not in tokenise(singles(None), bert, 128).column_names
+
+
+def test_a_tokenizer_without_segments_makes_none(llama):
+    assert set(tokenise(singles(), llama, 128).column_names) == {"input_ids", "length", "label"}
+
+
+def test_pairs_lose_tokens_from_the_longer_sentence(bert):
+    tokens = tokenise(pairs(), bert, 8)
+    assert tokens["length"][:] == [8, 8]
+    assert bert.decode(tokens[0]["input_ids"]) == "[CLS] good film [SEP] a very long [SEP]"
+    assert tokens[0]["token_type_ids"] == [0, 0, 0, 0, 1, 1, 1, 1]
+    assert bert.decode(tokens[1]["input_ids"]) == "[CLS] a very long [SEP] good film [SEP]"
+
+
+def test_too_little_room(bert):
+    assert tokenise(pairs(), bert, 5)["length"][:] == [5, 5]
+    with pytest.raises(PeftlabError, match="max_length 4 leaves no room for text; this task needs at least 5"):
+        tokenise(pairs(), bert, 4)
+    with pytest.raises(PeftlabError, match="at least 3"):
+        tokenise(singles(), bert, 2)
+
+
+def test_a_text_without_tokens_is_named(bert):
+    bert_without_specials = AutoTokenizer.from_pretrained(bert.name_or_path)
+    bert_without_specials.backend_tokenizer.post_processor = None
+    blank = Examples([BRIEF, "\u200d"], None, [0, 1]).dataset()
+    with pytest.raises(PeftlabError, match="example 1: the tokenizer makes no token"):
+        tokenise(blank, bert_without_specials, 16)
+
+
+def test_no_progress_bar_in_a_log(bert, capsys):
+    tokenise(singles(), bert, 16)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_padding_to_the_longest(bert):
+    tokens = tokenise(singles(), bert, 128)
+    batch = Collate(bert, regression=False)([tokens[0], tokens[1]])
+    expected = bert([BRIEF, LONG], padding=True, return_tensors="pt")
+    assert set(batch) == {"input_ids", "attention_mask", "token_type_ids", "labels"}
+    for name in expected:
+        assert torch.equal(batch[name], expected[name]) and batch[name].dtype == torch.int64
+    assert batch["labels"].dtype == torch.int64 and batch["labels"].tolist() == [0, 1]
+    wide = Collate(bert, regression=False, pad_to_multiple_of=8)([tokens[0], tokens[1]])
+    assert wide["input_ids"].shape == wide["attention_mask"].shape == (2, 16)
+    assert wide["attention_mask"].sum(1).tolist() == [4, 15]
+
+
+def test_regression_labels_and_unlabelled_rows(bert):
+    tokens = tokenise(pairs(), bert, 128)
+    batch = Collate(bert, regression=True)(list(tokens))
+    assert batch["labels"].dtype == torch.float32 and batch["labels"].tolist() == [0.5, 4.0]
+    assert "labels" not in Collate(bert, regression=False)(list(tokenise(singles(None), bert, 128)))
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_with_a_real_token_keeps_it_attended(llama, side):
+    llama.pad_token, llama.padding_side = None, side
+    eos = llama.eos_token_id
+    rows = [{"input_ids": [1, eos, 5, eos]}, {"input_ids": [1, eos]}]
+    batch = Collate(llama, regression=False)(rows)
+    padded = {"left": ([eos, eos, 1, eos], [0, 0, 1, 1]), "right": ([1, eos, eos, eos], [1, 1, 0, 0])}
+    assert (batch["input_ids"][1].tolist(), batch["attention_mask"][1].tolist()) == padded[side]
+    assert batch["attention_mask"][0].tolist() == [1, 1, 1, 1]
+
+
+def test_nothing_to_pad_with(llama):
+    llama.pad_token = llama.eos_token = None
+    with pytest.raises(PeftlabError, match="neither a pad token nor an end-of-sequence token"):
+        Collate(llama, regression=False)
 
 
 # --- Packing: which examples share a row, and that a shared row is the examples alone, in loss and gradients.
-SHORT_LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=120)
-
-
-@settings(deadline=None)
-@given(SHORT_LENGTHS, st.integers(40, 90), st.integers(1, 9), st.none() | st.integers(40, 300), st.integers(0, 9))
-def test_every_example_once_in_batches_of_whole_bins(lengths, capacity, size, budget, epoch):
-    def made(values):
-        return packed_batches(values, capacity, size, budget, seed=3, epoch=epoch)
-
-    batches = made(lengths)
-    assert sorted(chain(*batches)) == list(range(len(lengths))) and all(batches)
-    assert batches == made(np.asarray(lengths)), "a pure function of its arguments"
-    for batch in batches:
-        rows = packed_rows([lengths[i] for i in batch], capacity)
-        if budget:
-            assert len(rows) <= max(1, budget // capacity)
-    if not budget:
-        for step, batch in enumerate(batches):  # on average: after each step as many as so many batches contain
-            before = sum(map(len, batches[:step]))
-            assert step * size <= before < (step + 1) * size
-            assert len(batch) < 2 * size
-
-
-@settings(deadline=None)
-@given(SHORT_LENGTHS, st.integers(0, 90), st.integers(1, 6))
-def test_rows_and_parts(lengths, capacity, parts):
-    rows = packed_rows(lengths, capacity)
-    assert list(chain(*rows)) == list(range(len(lengths)))
-    for row, following in zip(rows, [*rows[1:], None], strict=True):
-        assert sum(lengths[i] for i in row) <= capacity or len(row) == 1
-        assert following is None or sum(lengths[i] for i in row) + lengths[following[0]] > capacity
-    batch = list(range(len(lengths)))
-    split = split_rows(batch, parts, lengths, capacity)
-    assert list(chain(*split)) == batch and len(split) == parts
-    if len(rows) >= parts:
-        assert all(split) and sum(len(packed_rows([lengths[i] for i in p], capacity)) for p in split) == len(rows)
-    assert padded_tokens(lengths, 0) == len(lengths) * max(lengths)
-    assert split_rows(batch, parts, lengths, 0) == split_batch(batch, parts), "a row per example"
-
-
-def test_bins_are_full_and_batches_differ_by_epoch_and_seed():
-    assert best_fit([0, 1, 2, 3], [5, 4, 3, 6], 9, 9) == [[3, 2], [0, 1]]
-    assert best_fit([0, 1, 2], [2, 2, 2], 9, 2) == [[0, 1], [2]]
-    assert best_fit([0, 1], [20, 2], 9, 2) == [[0], [1]]
-    lengths = np.random.default_rng(0).lognormal(4.5, 0.6, 4000).clip(8, 512).astype(int).tolist()
-    batches = packed_batches(lengths, 512, 16, None, seed=0, epoch=0)
-    assert 1 - sum(lengths) / sum(padded_tokens([lengths[i] for i in batch], 512) for batch in batches) < 0.04
-    assert padding_share([list(range(i, i + 16)) for i in range(0, 4000, 16)], lengths) > 0.4
-    assert len(batches) == 250
-    for seed, epoch in ((0, 1), (1, 0)):
-        assert packed_batches(lengths, 512, 16, None, seed=seed, epoch=epoch) != batches
 
 
 S = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -11,7 +11,6 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from peftlab.errors import PeftlabError
-from peftlab.tasks.config import GenerateConfig
 from peftlab.tasks.conversations import Completion, Conversation
 from peftlab.tasks.generated import (
     Answer,
@@ -26,7 +25,7 @@ from peftlab.tasks.generated import (
     score,
 )
 from peftlab.tasks.language_examples import Encoding, encode
-from peftlab.tasks.table import GENERATION_METRICS, GenerationMetric
+from peftlab.tasks.table import GENERATION_METRICS, GenerateConfig, GenerationMetric
 
 TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}]{{ m.content }}<end>\n{% endfor %}"

@@ -9,9 +9,8 @@ import datasets
 import pytest
 
 from peftlab.errors import PeftlabError
-from peftlab.tasks.config import DataConfig
 from peftlab.tasks.labelled_rows import load_task_data
-from peftlab.tasks.table import TASKS, find_task
+from peftlab.tasks.table import TASKS, DataConfig, find_task
 
 COUNTS = {
     "cola": {"train": 8551, "validation": 1043, "test": 1063},
@@ -224,7 +223,7 @@ def test_an_unknown_task_names_the_nearest():
 def test_an_unreachable_hub_says_how_to_use_a_directory(tmp_path):
     # A fresh process: the hub's client reads its settings once, when imported.
     code = (
-        "from peftlab.tasks.config import DataConfig\n"
+        "from peftlab.tasks.table import DataConfig\n"
         "from peftlab.errors import PeftlabError\n"
         "from peftlab.tasks.labelled_rows import load_task_data\n"
         "try: load_task_data('glue/rte', DataConfig())\n"

@@ -23,11 +23,9 @@ from transformers import BertTokenizerFast
 from peftlab.errors import PeftlabError
 from peftlab.recipe.schema import FinetuneRecipe
 from peftlab.registry import resolve
-from peftlab.tasks.answers import Answers, WordTags
-from peftlab.tasks.config import DataConfig
-from peftlab.tasks.labelled import class_counts
+from peftlab.tasks.labelled import Answers, WordTags, class_counts
 from peftlab.tasks.labelled_rows import entities, entity_tag, is_entity_scheme, load_task_data, stratified
-from peftlab.tasks.table import find_task
+from peftlab.tasks.table import DataConfig, find_task
 from tests.training import tiny
 
 ROWS = [

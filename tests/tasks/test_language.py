@@ -38,7 +38,6 @@ from peftlab.errors import PeftlabError
 from peftlab.methods.inject import trainable_parameters
 from peftlab.pipelines.finetune import FinetuneResults
 from peftlab.pipelines.recipes import run
-from peftlab.tasks.config import DataConfig
 from peftlab.tasks.conversations import Completion, Conversation, read_calls
 from peftlab.tasks.language import LanguageEvaluation, head_is_separable, load_language, nll
 from peftlab.tasks.language_examples import (
@@ -52,7 +51,7 @@ from peftlab.tasks.language_examples import (
     markers,
     shapes,
 )
-from peftlab.tasks.table import find_task
+from peftlab.tasks.table import DataConfig, find_task
 from tests.byte_tokens import byte_tokenizer
 
 # --- Language tasks: which tokens are trained, how rows are read, and that the loss is the plain one.

@@ -18,7 +18,6 @@ from peftlab.errors import PeftlabError
 from peftlab.methods.config import FullConfig
 from peftlab.methods.inject import trainable_parameters
 from peftlab.tasks import language as likelihood
-from peftlab.tasks.config import DataConfig
 from peftlab.tasks.conversations import Completion, Conversation
 from peftlab.tasks.language_examples import Encoding
 from peftlab.tasks.preference import (
@@ -32,7 +31,7 @@ from peftlab.tasks.preference import (
     load_preferences,
     preference_loss,
 )
-from peftlab.tasks.table import find_task
+from peftlab.tasks.table import DataConfig, find_task
 
 BETA = 0.3
 HOW = Encoding(64, train_on="last")

@@ -21,7 +21,7 @@ import transformers.models.bert.modeling_bert
 import peftlab.pipelines
 import peftlab.recipe.load
 from peftlab.cli.app import main
-from peftlab.tasks.answers import OneClass
+from peftlab.tasks.labelled import OneClass
 
 # Plots stay empty: to draw them takes a third of a tiny run.
 matplotlib.figure.Figure.savefig = lambda self, file, **options: file.write('<svg viewBox="0 0 1 1"></svg>')  # type: ignore[method-assign]

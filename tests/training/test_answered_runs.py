@@ -15,7 +15,7 @@ from peftlab.errors import PeftlabError
 from peftlab.pipelines.evaluate import evaluate
 from peftlab.pipelines.recipes import run
 from peftlab.recipe.load import load_recipe
-from peftlab.tasks.config import GenerateConfig
+from peftlab.tasks.table import GenerateConfig
 
 NAMES = ["Tom", "Lily", "Max", "Anna", "Ben", "Sue", "Tim", "Mia"]
 THINGS = ("dog", "cat", "car", "bird")

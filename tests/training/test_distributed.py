@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from peftlab.errors import PeftlabError
 from peftlab.training.config import TrainConfig
 from peftlab.training.distributed import zero_plugin
-from peftlab.training.loop import flat
+from peftlab.training.state import flat
 
 # --- Two processes with half of each batch give what one gives with all of it.
 # 31 examples in batches of 6: the last one has one example, and three of its four parts have none. Nine

@@ -24,7 +24,6 @@ from peftlab.training.config import EmulatedHardware, SampledExamples, TrainConf
 from peftlab.training.efficient import (
     Emulation,
     LayerSampling,
-    Selection,
     block_floating,
     coarse_gradient,
     dorefa,
@@ -33,8 +32,8 @@ from peftlab.training.efficient import (
     pruning_threshold,
     sparsity_at,
 )
-from peftlab.training.faults import FirstStepsCheck, Interrupted, StopSignals
-from peftlab.training.order import make_order
+from peftlab.training.loop import FirstStepsCheck, Interrupted, StopSignals
+from peftlab.training.order import Selection, make_order
 
 # --- ``train.layers``: layers from one on, and layers drawn anew in each period.
 LAYERS = 4

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from peftlab.errors import PeftlabError
-from peftlab.training.faults import FirstStepsCheck
+from peftlab.training.loop import FirstStepsCheck
 
 
 @pytest.fixture()

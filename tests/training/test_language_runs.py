@@ -22,7 +22,7 @@ from peftlab.recipe.load import load_recipe
 from peftlab.recipe.schema import FinetuneRecipe
 from peftlab.tasks.problem import TrainingProblem
 from peftlab.training.distributed import make_accelerator
-from peftlab.training.loop import flat
+from peftlab.training.state import flat
 
 STORIES = Path(__file__).resolve().parents[3] / "shared" / "data" / "weights" / "stories260K-hf"
 pytestmark = pytest.mark.skipif(not STORIES.is_dir(), reason="no shared data beside the checkout")

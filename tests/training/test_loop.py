@@ -14,9 +14,8 @@ from torch.nn import functional as F
 from peftlab.errors import PeftlabError
 from peftlab.methods.inject import trainable_parameters
 from peftlab.models.load import eval_mode
-from peftlab.tasks.batches import epoch_batches
-from peftlab.training.loop import prefetch
-from peftlab.training.optimiser import lr_factor
+from peftlab.training.loop import lr_factor, prefetch
+from peftlab.training.order import epoch_batches
 
 # --- The loop against a plain one: a list of batches, a loss, a backward pass, a clip, a step.
 # Gradients that are zero but for rounding (a key's bias) would be blown up by Adam with its usual epsilon.

@@ -6,7 +6,7 @@ import pytest
 
 from peftlab.errors import PeftlabError
 from peftlab.training.distributed import check_trackers
-from peftlab.training.loop import MetricsFile, flat
+from peftlab.training.state import MetricsFile, flat
 
 
 def test_lines_and_positions(tmp_path):

@@ -16,7 +16,8 @@ from torch import nn
 
 from peftlab.errors import PeftlabError
 from peftlab.training.config import TrainConfig
-from peftlab.training.optimiser import StochasticAdamW, _noise, lr_factor, make_optimiser, round_to_bf16
+from peftlab.training.efficient import StochasticAdamW, _noise, round_to_bf16
+from peftlab.training.loop import lr_factor, make_optimiser
 
 SETTINGS = SimpleNamespace(peak_lr=0.1, weight_decay=0.5, betas=(0.9, 0.99), eps=1e-6, weights=None)
 
@@ -108,7 +109,7 @@ def test_the_noise_has_every_place_of_a_word():
 def test_a_parameter_larger_than_a_block_steps_as_in_one(monkeypatch):
     weights = []
     for size in (1 << 17, 60):
-        monkeypatch.setattr("peftlab.training.optimiser._BLOCK", size)
+        monkeypatch.setattr("peftlab.training.efficient._BLOCK", size)
         weight = nn.Parameter(torch.linspace(-1, 1, 12 * 20).view(20, 12).t())  # rows that are not contiguous
         stepper = make_optimiser({"weight": weight}, ROUNDING, {})
         weight.grad = torch.sin(torch.arange(240.0)).view(12, 20)

@@ -6,8 +6,8 @@ import datasets
 import pytest
 from transformers import AutoTokenizer, BertTokenizerFast
 
+from peftlab.tasks.batches import tokenise
 from peftlab.tasks.labelled_rows import Examples
-from peftlab.tasks.tokens import tokenise
 
 
 @pytest.fixture()

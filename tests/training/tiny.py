@@ -84,7 +84,7 @@ def run(values: dict[str, Any], **options: Any) -> dict[str, Any]:
 @contextmanager
 def stopped_after(steps: int) -> Iterator[None]:
     """A block in which a run gets SIGTERM after so many steps, and must end there with a checkpoint."""
-    from peftlab.training.faults import Interrupted, StopSignals
+    from peftlab.training.loop import Interrupted, StopSignals
 
     left = itertools.count(1 - steps)
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Interrupted, match=f"after step {steps}"):
