@@ -801,3 +801,41 @@ def staged_directory(
                 os.replace(old, place)
             raise
         fsync_path(place.parent)
+
+
+@contextmanager
+def staged_file(path: str | Path, *, overwrite: bool = False, inputs: Inputs | None = None) -> Iterator[Path]:
+    """Yield an empty directory beside ``path``, in which the file of that name becomes ``path`` on success.
+
+    Whatever happens before that, ``path`` is untouched: absent, or (with ``overwrite``) as it was.
+
+    Args:
+        path: the file to write.
+        overwrite: whether a file there may be replaced. inputs: what must stay.
+
+    Raises:
+        PeftlabError: ``path`` is in the way, or the system could not write, as on a full disk.
+    """
+    if is_url(path):
+        raise PeftlabError(f"{path}: written on this machine alone; only the output_dir of a run may be a URL")
+    place = real(path)
+
+    def refuse() -> None:
+        for name, value in (inputs or {}).items():
+            if value is not None and os.path.exists(value) and place.exists() and os.path.samefile(value, place):
+                raise PeftlabError(f"{path} is {name}; choose another name")
+        if place.is_dir():
+            raise PeftlabError(f"{path} is a directory; name a file")
+        if os.path.lexists(place) and not overwrite:
+            raise PeftlabError(f"{path} exists; choose another name, or replace it with --overwrite")
+
+    refuse()
+    place.parent.mkdir(parents=True, exist_ok=True)
+    with write_errors(path, "nothing was left behind"), scratch_directory(place, "out") as scratch:
+        staging = scratch / "new"  # a name without the file's suffix
+        staging.mkdir()
+        yield staging
+        fsync_path(staging / place.name)
+        refuse()
+        os.replace(staging / place.name, place)
+        fsync_path(place.parent)

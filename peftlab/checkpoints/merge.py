@@ -16,16 +16,28 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from fnmatch import fnmatch
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torch import nn
 
 from peftlab.checkpoints.adapter import Adapter, adapter_of, load_model, read_adapter
+from peftlab.checkpoints.gguf import (
+    KEEP,
+    TYPES,
+    GgufBase,
+    GgufFile,
+    GgufModel,
+    Incoming,
+    gguf_type,
+    plan_file,
+)
 from peftlab.checkpoints.merge_plan import MergeOptions, MergePlan, plan_merge
 from peftlab.checkpoints.merge_steps import Figures, MergeReport, Steps
 from peftlab.checkpoints.quantised import quantization_config
-from peftlab.checkpoints.tensors import OutputFile, open_shards, run, write_tensors
+from peftlab.checkpoints.tensors import Copy, OutputFile, open_shards, run, write_tensors
 from peftlab.errors import PeftlabError
 from peftlab.files import (
     MARK,
@@ -35,6 +47,7 @@ from peftlab.files import (
     real,
     scratch_directory,
     staged_directory,
+    staged_file,
     write_errors,
     write_json,
     write_text,
@@ -85,6 +98,9 @@ def merge_checkpoint(
     if options.revision is None and reference == read.base_reference:
         options = replace(options, revision=read.revision)
     out, started = Path(out), time.perf_counter()
+    to_file = out.suffix == ".gguf"
+    _check_type(options, to_file)
+    base_file = model_place(reference, revision=options.revision) if reference.endswith(".gguf") else None
     with _plain_base(reference, read, out, options) as (directory, notes):
         refuse_overlap(out, directory)
         # The copy of a GGUF file is what would be quantised on loading; that of a quantised checkpoint is the result.
@@ -93,11 +109,22 @@ def merge_checkpoint(
         accounts = plan.accounts()
         into = "original" if read.base.get("format") else None  # of a base that was quantised on disk or in training
         into = "dequantised" if plan.trained is not None or dequantised else into
-        inputs = {"the base model": directory, "the adapter": place}
+        inputs = {"the base model": base_file or directory, "the adapter": place}
+        stage = partial(staged_file, out) if to_file else partial(staged_directory, out, "model")
         try:
-            with staged_directory(out, "model", overwrite=options.overwrite, inputs=inputs) as staging:
+            with stage(overwrite=options.overwrite, inputs=inputs) as staging:
                 figures = Figures()
-                total_bytes = _write_weights(plan, staging, figures, options)
+                notes += copy_side_files(directory, place, staging)
+                write_model_config(plan, staging)
+                dtype = plan.dtype if plan.plain is None else "float8_e4m3fn"
+                if to_file:
+                    metadata = {"general.name": out.stem, "general.description": f"{reference} with {name} merged"}
+                    gguf = _GgufWriting(plan, staging, base_file, options, metadata | _gguf_licence(directory))
+                    accounts, dtype = plan.accounts(), gguf.file.type.lower()
+                    total_bytes = gguf.write(staging / out.name, figures)
+                    notes += gguf.model.notes
+                else:
+                    total_bytes = _write_weights(plan, staging, figures, options)
                 report = MergeReport(
                     out=str(out),
                     adapter=name,
@@ -105,13 +132,13 @@ def merge_checkpoint(
                     revision=options.revision,
                     architecture=type(plan.model).__name__,
                     method=read.config.name,
-                    dtype=plan.dtype if plan.plain is None else "float8_e4m3fn",
+                    dtype=dtype,
                     tensors=sorted(figures.tensors, key=lambda row: row.name),
                     copied=figures.copied,
                     dropped=plan.dropped,
                     underflow=figures.underflow,
                     overflow=figures.overflow,
-                    notes=[*plan.notes, *notes, *figures.notes(), *copy_side_files(directory, place, staging)],
+                    notes=[*plan.notes, *notes, *figures.notes()],
                     warnings=figures.warnings(),
                     total_bytes=total_bytes,
                     seconds=time.perf_counter() - started,
@@ -121,9 +148,9 @@ def merge_checkpoint(
                     ignored=plan.ignored,
                     accounts=accounts,
                 )
-                write_model_config(plan, staging)
-                write_text(staging / "README.md", merge_card(report, directory, staging, options))
-                write_json(staging / "merge.json", report)
+                if not to_file:
+                    write_text(staging / "README.md", merge_card(report, directory, staging, options))
+                    write_json(staging / "merge.json", report)
         finally:
             plan.close()
     if options.push_to_hub:
@@ -158,6 +185,19 @@ def _refuse_without_fold(adapter: Adapter, name: str) -> None:
         )
 
 
+def _check_type(options: MergeOptions, to_file: bool) -> None:
+    """Refuse options that are those of the other kind of output."""
+    if to_file:
+        if options.gguf_type is not None:
+            gguf_type(options.gguf_type)
+        if options.dtype is not None:
+            raise PeftlabError(f"a GGUF file's weights are stored as one of {', '.join(TYPES)}, not {options.dtype}")
+        if options.push_to_hub:
+            raise PeftlabError("a GGUF file is not pushed to the hub; upload it with the hub's own command (hf upload)")
+    elif options.gguf_type is not None:
+        raise PeftlabError(f"{options.gguf_type} is a type of GGUF files: name one to write (-o FILE.gguf)")
+
+
 def _write_weights(plan: MergePlan, staging: Path, figures: Figures, options: MergeOptions) -> int:
     """Write all merged files and, if there are several, their index; return the size of all weights in bytes."""
     outputs: list[OutputFile] = []
@@ -181,6 +221,64 @@ def _write_weights(plan: MergePlan, staging: Path, figures: Figures, options: Me
         }
         write_text(staging / "model.safetensors.index.json", json.dumps(index, indent=2, sort_keys=True) + "\n")
     return total
+
+
+class _GgufWriting:
+    """The GGUF file of a merge: planned as it is made, then written.
+
+    Args:
+        plan: of the merge; what the file has no place for becomes ``dropped``, and dtypes become those of the file.
+        described: the directory with the merged model's configuration and tokenizer.
+        base: the GGUF file that the base is; None for another base. metadata: texts by field.
+
+    Raises:
+        PeftlabError: the model or a tensor cannot be written in this format.
+    """
+
+    def __init__(
+        self, plan: MergePlan, described: Path, base: Path | None, options: MergeOptions, metadata: Mapping[str, str]
+    ) -> None:
+        self.plan, self.options = plan, options
+        self.model = GgufModel(load_config(str(described)), type(plan.model).__name__)
+        self.base = None if base is None else GgufBase(base)
+        targets = [target for each in plan.files.values() for target in each]
+        unread, plan.ignored = set(plan.ignored), []
+        plan.dropped |= dict.fromkeys(unread, f"llama.cpp's {self.model.name} has no place for it")
+        written = [target for target in targets if target.source not in unread]
+        changed = [
+            target.key
+            for target in written
+            if any(plan.changes(name) for name in (target.place.names if target.place else [target.name]))
+        ]
+        wanted = None if options.gguf_type in (None, KEEP) else options.gguf_type
+        incoming = [Incoming(target.key, target.name, target.dtype, target.shape) for target in written]
+        self.file = plan_file(self.model, described, incoming, wanted, metadata, self.base, changed)
+        dtypes = {key: dtype for key, (dtype, _) in self.file.incoming.items()}
+        plan.files = {"": [replace(target, dtype=dtypes.get(target.key, target.dtype)) for target in written]}
+
+    def write(self, path: Path, figures: Figures) -> int:
+        """Write the file, and return the size of its tensors in bytes."""
+        file = self.file
+        output = GgufFile(path, file.head, file.stored, file.incoming, self.model)
+        shard = None if self.base is None else self.base.shard()
+        try:
+            for key, values in file.extra.items():
+                output.write(key, values)
+            copies = [Copy(shard, name, output, name) for name in file.copied] if shard is not None else []
+            keys = [key for key in file.stored if key not in file.extra and key not in file.copied]
+            steps = Steps(self.plan, dict.fromkeys(keys, output), figures, self.options)
+            largest = max((output.entries[key].nbytes for key in keys), default=0)
+            run(chain(copies, output.steps(steps)), budget=2 * largest)
+            figures.copied += len(copies)
+        finally:
+            output.close()
+            if shard is not None:
+                shard.close()
+        return sum(tensor.nbytes for tensor in file.stored.values())
+
+
+def _gguf_licence(base: Path) -> dict[str, str]:
+    return {f"general.{key.replace('_', '.')}": value for key, value in _base_licence(base).items()}
 
 
 @contextmanager

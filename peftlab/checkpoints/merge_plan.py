@@ -57,6 +57,7 @@ class MergeOptions:
 
     Attributes:
         dtype: of the merged weights; None: each keeps the dtype it is stored in.
+        gguf_type: the same for a GGUF file: one of ``checkpoints.gguf.TYPES``; None or ``keep``: as it is stored.
         fp64: compute product and sum in fp64 instead of fp32.
         overwrite: replace the output if it is a model directory that peftlab wrote.
         allow_nonfinite: write NaN and infinity where they arise.
@@ -71,6 +72,7 @@ class MergeOptions:
     """
 
     dtype: torch.dtype | None = None
+    gguf_type: str | None = None
     fp64: bool = False
     overwrite: bool = False
     allow_nonfinite: bool = False

@@ -410,7 +410,12 @@ def merge(
     rank: Annotated[int | None, typer.Option("--rank", help="Rank of --method svd.")] = None,
     density: Annotated[float, typer.Option("--density", help="Share kept by ties and dare.")] = 0.5,
     dtype: Annotated[
-        str | None, typer.Option("--dtype", help="Store fp32, bf16, fp16 or fp8; default: as each weight is stored.")
+        str | None,
+        typer.Option(
+            "--dtype",
+            help="Store fp32, bf16, fp16 or fp8; in a GGUF file f32, bf16, f16, q8_0, q5_1, q5_0, q4_1, q4_0 or keep; "
+            "default: as each weight is stored.",
+        ),
     ] = None,
     fp64: Annotated[bool, typer.Option("--fp64", help="Product and sum in fp64.")] = False,
     verify: Annotated[
@@ -435,14 +440,17 @@ def merge(
     overwrite: Overwrite = False,
     device: Device = "auto",
 ) -> object:
-    """Fold adapters into their base model: a plain checkpoint, streamed."""
+    """Fold adapters into their base model: a plain checkpoint, streamed, or a GGUF file (-o FILE.gguf)."""
     from peftlab.checkpoints.merge_plan import MergeOptions
+    from peftlab.checkpoints.gguf import KEEP, TYPES
     from peftlab.models.quantised import stored_dtype
     from peftlab.pipelines.merge import Combining, run_merge
     from peftlab.reporting.console import merge_table
 
+    to_file = out.suffix == ".gguf" or dtype in (*TYPES, KEEP)
     options = MergeOptions(
-        dtype=None if dtype is None else stored_dtype(dtype),
+        dtype=None if dtype is None or to_file else stored_dtype(dtype),
+        gguf_type=dtype if to_file else None,
         fp64=fp64,
         allow_nonfinite=allow_nonfinite,
         into=into,

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from peftlab.checkpoints.adapter import Adapter, load_adapter, load_model, read_adapter
 from peftlab.checkpoints.combine import combine
+from peftlab.checkpoints.gguf import load_values
 from peftlab.checkpoints.merge import merge_checkpoint
 from peftlab.checkpoints.merge_plan import MergeOptions
 from peftlab.checkpoints.merge_steps import MergeReport
@@ -110,7 +111,8 @@ def run_merge(
     Args:
         adapters: one (or a run, or its URL), or a list of several as ``DIR`` or ``DIR:WEIGHT``, which are combined as
             ``combining`` says.
-        base: reference of the base model; None: the one that the adapter names. out: directory to write.
+        base: reference of the base model; None: the one that the adapter names. out: directory to write,
+            or a file whose name ends in .gguf.
         options, combining: None for the defaults.
         verify: compare, for which two models are loaded; None: where a recipe is beside the adapter and the
             packages that the models need are installed.
@@ -194,7 +196,8 @@ def verify_merge(
     A base that was quantised in training is loaded so again, which needs bitsandbytes.
 
     Args:
-        adapter, lora_alpha: as for ``load_adapter``. base: reference of the base model. merged: the merged directory.
+        adapter, lora_alpha: as for ``load_adapter``. base: reference of the base model. merged: the merged directory or
+            GGUF file.
         batches: model inputs (``input_ids``, ``attention_mask``, ...), without labels. device: where both models run.
         trust_remote_code: run the model code in base and merged directory.
     """
@@ -255,13 +258,15 @@ class _Models:
     def __init__(self, adapter: Adapter, reference: str, directory: str, trust_remote_code: bool) -> None:
         self.adapter, self.reference, self.directory = adapter, reference, directory
         self.options: Attributes = {"trust_remote_code": True} if trust_remote_code else {}
-        self.config = load_config(directory, **self.options)
+        self.to_file = directory.endswith(".gguf")
+        self.config = load_config(reference if self.to_file else directory, **self.options)
         file = Path(directory, "merge.json")
         report = read_object(file) if file.is_file() else {}
-        self.architecture = str(report.get("architecture") or (self.config.architectures or ["AutoModel"])[0])
+        named = report.get("architecture") or (self.to_file and adapter.base.get("architecture"))
+        self.architecture = str(named or (self.config.architectures or ["AutoModel"])[0])
         self.revision = str(report["revision"]) if report.get("revision") else None
         self.config = _for_class(self.architecture, self.config)
-        self.dtype = _dtype(self.config)
+        self.dtype = torch.float32 if self.to_file else _dtype(self.config)
 
     def base(self) -> nn.Module:
         options = self.options | _storage(self.adapter, self.dtype) | {"config": _of_base(self.config, self.reference)}
@@ -271,6 +276,10 @@ class _Models:
         return load_adapter(self.base(), self.adapter)
 
     def merged(self) -> nn.Module:
+        if self.to_file:
+            model = load_model(self.reference, self.architecture, dtype=self.dtype, **self.options)[0]
+            load_values(model, Path(self.directory))
+            return model
         return load_model(self.directory, self.architecture, dtype=self.dtype, **self.options)[0]
 
 

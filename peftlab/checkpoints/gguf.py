@@ -1,0 +1,951 @@
+"""Models and LoRA adapters as GGUF files, which llama.cpp loads.
+
+A GGUF file is a header, fields (what a configuration and a tokenizer say elsewhere), the names, shapes and types of
+its tensors, and their data. ``ARCHITECTURES`` says by class of transformers what llama.cpp calls the model and how it
+wants its weights; ``GgufModel`` makes the fields of a model's configuration and tokenizer; ``GgufFile`` takes the
+tensors of a merge in any order, as ``OutputFile`` does, and stores each in its type by the quantisers of the ``gguf``
+package. Formulas and names are llama.cpp's; a test runs each row of the table in the engine.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import struct
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from peftlab.checkpoints.tensors import DTYPES, Copy, Entry, Job, OutputFile, Shard, open_binary
+from peftlab.errors import PeftlabError, did_you_mean, reason
+from peftlab.files import Json
+from peftlab.models.pretrained import load_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1")
+KEEP = "keep"
+_PLAIN = {"F32": "F32", "F16": "F16", "BF16": "BF16"}  # types of the format that are dtypes of torch
+_FILE_TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8, "Q5_1": 9, "BF16": 32}
+_ALIGNMENT = 32  # of each tensor's data; the format's default
+_STEP = 1 << 20  # weights quantised at a time
+_BYTES_OF_BASE = "U8"  # the dtype of a tensor that is copied from a GGUF base, whatever its type
+
+Fields = dict[str, object]
+"""A model's fields without the architecture's name before them: integers, numbers, texts, truth values, lists."""
+
+
+def gguf_type(name: str) -> str:
+    """Return ``name`` if it is a type that a GGUF file's tensors can be asked to have.
+
+    Raises:
+        PeftlabError: it is none; the nearest is in the message.
+    """
+    known = (*TYPES, KEEP)
+    if name not in known:
+        long = {"fp32": "f32", "fp16": "f16"}
+        hint = f"; write {long[name]}" if name in long else did_you_mean(name, known)
+        raise PeftlabError(f"dtype {name} of a GGUF file: one of {', '.join(known)}{hint}")
+    return name
+
+
+def package() -> ModuleType:
+    """Return the ``gguf`` package.
+
+    Raises:
+        PeftlabError: it is not installed.
+    """
+    if find_spec("gguf") is None:
+        raise PeftlabError("GGUF files are written by the gguf package: pip install 'peftlab[gguf]'")
+    import gguf
+
+    return gguf
+
+
+# What llama.cpp calls a model, and what it computes otherwise than transformers unless it is told.
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """How llama.cpp calls and stores the models of a class.
+
+    Attributes:
+        name: the name that the ``gguf`` package gives it.
+        permuted: rows of the query and key projections are stored as (heads, head_dim / 2, 2) and not as (heads, 2,
+            head_dim / 2): rotary positions turn neighbours there, halves in transformers.
+        offset_norms: norms are stored with the 1 that transformers adds to them.
+        transposed: linear maps are stored transposed (GPT-2's ``Conv1D``).
+        activations: what the engine computes, by transformers' names.
+        extra: the fields beside those of every decoder, from the configuration.
+    """
+
+    name: str
+    permuted: bool = False
+    offset_norms: bool = False
+    transposed: bool = False
+    activations: tuple[str, ...] = ("silu", "swish")
+    extra: Callable[[PretrainedConfig], Fields] = field(default=lambda config: {})
+
+
+def _gemma2(config: PretrainedConfig) -> Fields:
+    _require_scale(config, 46)
+    _require_windows(config, 2)
+    return {
+        "attention.sliding_window": config.sliding_window,
+        "attn_logit_softcapping": _needed(config, "attn_logit_softcapping"),
+        "final_logit_softcapping": _needed(config, "final_logit_softcapping"),
+    }
+
+
+def _gemma3(config: PretrainedConfig) -> Fields:
+    _require_scale(config, 62)
+    for name in ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):
+        _require(config, name, (None, False))
+    _require_windows(config, 6)
+    local = config.rope_parameters.get("sliding_attention") or {}
+    if local.get("rope_type", "default") != "default" or local.get("rope_theta", 10_000.0) != 10_000.0:
+        raise PeftlabError(f"llama.cpp has no field for the rotary positions {local} of Gemma 3's local layers")
+    return {"attention.sliding_window": config.sliding_window}
+
+
+def _phi3(config: PretrainedConfig) -> Fields:
+    if _head_dim(config) * config.num_attention_heads != config.hidden_size:
+        raise PeftlabError("llama.cpp's phi3 needs heads whose widths add up to hidden_size")
+    original = config.rope_parameters.get("original_max_position_embeddings") or config.max_position_embeddings
+    return {"rope.scaling.original_context_length": original, "attention.sliding_window": 0}
+
+
+def _gpt2(config: PretrainedConfig) -> Fields:
+    for name in ("scale_attn_by_inverse_layer_idx", "add_cross_attention"):
+        _require(config, name, (None, False))
+    _require(config, "scale_attn_weights", (None, True))
+    return {
+        "feed_forward_length": config.n_inner or 4 * config.n_embd,
+        "attention.layer_norm_epsilon": config.layer_norm_epsilon,
+    }
+
+
+def _granite(config: PretrainedConfig) -> Fields:
+    return {
+        "attention.scale": config.attention_multiplier,
+        "embedding_scale": config.embedding_multiplier,
+        "residual_scale": config.residual_multiplier,
+        "logit_scale": config.logits_scaling,
+    }
+
+
+def _smollm3(config: PretrainedConfig) -> Fields:
+    if list(config.no_rope_layers) != [int((layer + 1) % 4 != 0) for layer in range(config.num_hidden_layers)]:
+        raise PeftlabError(
+            "llama.cpp's smollm3 leaves rotary positions out in every fourth layer, this model in others"
+        )
+    return {}
+
+
+def _starcoder2(config: PretrainedConfig) -> Fields:
+    return {"attention.layer_norm_epsilon": config.norm_epsilon}
+
+
+_GELU = ("gelu_pytorch_tanh", "gelu_new", "gelu_fast")
+ARCHITECTURES: dict[str, Architecture] = {
+    "LlamaForCausalLM": Architecture("LLAMA", permuted=True),
+    "MistralForCausalLM": Architecture("LLAMA", permuted=True),
+    "Qwen2ForCausalLM": Architecture("QWEN2"),
+    "Qwen3ForCausalLM": Architecture("QWEN3"),
+    "GemmaForCausalLM": Architecture("GEMMA", offset_norms=True, activations=_GELU),
+    "Gemma2ForCausalLM": Architecture("GEMMA2", offset_norms=True, activations=_GELU, extra=_gemma2),
+    "Gemma3ForCausalLM": Architecture("GEMMA3", offset_norms=True, activations=_GELU, extra=_gemma3),
+    "Gemma3ForConditionalGeneration": Architecture("GEMMA3", offset_norms=True, activations=_GELU, extra=_gemma3),
+    "Phi3ForCausalLM": Architecture("PHI3", extra=_phi3),
+    "GPT2LMHeadModel": Architecture("GPT2", transposed=True, activations=_GELU, extra=_gpt2),
+    "Olmo2ForCausalLM": Architecture("OLMO2"),
+    "GraniteForCausalLM": Architecture("GRANITE", permuted=True, extra=_granite),
+    "SmolLM3ForCausalLM": Architecture("SMOLLM3", permuted=True, extra=_smollm3),
+    "Starcoder2ForCausalLM": Architecture("STARCODER2", activations=_GELU, extra=_starcoder2),
+}
+
+
+def architecture_of(class_name: str) -> Architecture:
+    """Return the row of a class of transformers.
+
+    Raises:
+        PeftlabError: it has none.
+    """
+    if class_name not in ARCHITECTURES:
+        raise PeftlabError(
+            f"{class_name} cannot be written as a GGUF file: known are {', '.join(ARCHITECTURES)}; write a directory "
+            "(-o DIR) and use llama.cpp's own converter"
+        )
+    return ARCHITECTURES[class_name]
+
+
+def _head_dim(config: PretrainedConfig) -> int:
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def _needed(config: PretrainedConfig, name: str) -> float:
+    value = getattr(config, name, None)
+    if value is None:
+        raise PeftlabError(f"{name}: llama.cpp needs a number for this architecture, the configuration has none")
+    return float(value)
+
+
+def _require(config: PretrainedConfig, name: str, values: tuple[object, ...]) -> None:
+    value = getattr(config, name, None)
+    if value not in values:
+        raise PeftlabError(f"{name}={value!r} of {type(config).__name__} cannot be expressed in a GGUF file")
+
+
+def _require_scale(config: PretrainedConfig, largest: int) -> None:
+    """Refuse another scale of attention than the engine's: by the width of a head; in the largest model, with
+    ``largest`` layers, by the model's width over the number of heads."""
+    by_width = config.num_hidden_layers == largest
+    wanted = config.hidden_size // config.num_attention_heads if by_width else _head_dim(config)
+    if config.query_pre_attn_scalar != wanted:
+        raise PeftlabError(
+            f"query_pre_attn_scalar={config.query_pre_attn_scalar}: llama.cpp scales attention by {wanted} here"
+        )
+
+
+def _require_windows(config: PretrainedConfig, period: int) -> None:
+    """Refuse other layers with full attention than every ``period``-th."""
+    full = ["full_attention" if (i + 1) % period == 0 else "sliding_attention" for i in range(config.num_hidden_layers)]
+    if config.layer_types and list(config.layer_types) != full:
+        raise PeftlabError(f"llama.cpp attends to all positions in every {period}. layer, this model in others")
+
+
+def _decoder_fields(config: PretrainedConfig) -> Fields:
+    """Return the fields that every decoder has."""
+    heads, head_dim = config.num_attention_heads, _head_dim(config)
+    fields: Fields = {
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "block_count": config.num_hidden_layers,
+        "attention.head_count": heads,
+        "attention.head_count_kv": getattr(config, "num_key_value_heads", None) or heads,
+        "attention.key_length": head_dim,
+        "attention.value_length": head_dim,
+    }
+    if (width := getattr(config, "intermediate_size", None)) is not None:
+        fields["feed_forward_length"] = width
+    if (eps := getattr(config, "rms_norm_eps", None)) is not None:
+        fields["attention.layer_norm_rms_epsilon"] = eps
+    return fields
+
+
+def _rope(config: PretrainedConfig) -> tuple[Fields, dict[str, Tensor]]:
+    """Return the fields of rotary positions, and the tensors of frequencies that no field can express."""
+    rope = getattr(config, "rope_parameters", None)
+    if not rope:
+        return {}, {}
+    rope = rope.get("full_attention", rope)  # Gemma 3 has others in its local layers
+    dim = int(_head_dim(config) * (rope.get("partial_rotary_factor") or 1.0))
+    fields: Fields = {"rope.dimension_count": dim, "rope.freq_base": float(rope["rope_theta"])}
+    kind, factor = rope.get("rope_type", "default"), rope.get("factor")
+    if kind == "default":
+        return fields, {}
+    if kind == "linear":
+        return fields | {"rope.scaling.type": "linear", "rope.scaling.factor": float(factor)}, {}
+    if kind == "yarn":
+        return fields | _yarn(rope, config.max_position_embeddings), {}
+    plain = 1.0 / float(rope["rope_theta"]) ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
+    if kind == "llama3":
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+        scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
+        return fields, {"rope_freqs.weight": plain / scaled}
+    if kind == "longrope" and type(config).__name__ == "Phi3Config":
+        original = rope.get("original_max_position_embeddings") or config.max_position_embeddings
+        scale = config.max_position_embeddings / original
+        default = math.sqrt(1 + math.log(scale) / math.log(original)) if scale > 1 else 1.0
+        fields["rope.scaling.attn_factor"] = float(rope.get("attention_factor") or default)
+        factors = {name: torch.tensor(rope[f"{name}_factor"], dtype=torch.float32) for name in ("long", "short")}
+        if any(len(values) != dim // 2 for values in factors.values()):
+            raise PeftlabError(f"rope_parameters: long_factor and short_factor must have {dim // 2} values each")
+        return fields, {f"rope_factors_{name}.weight": values for name, values in factors.items()}
+    raise PeftlabError(
+        f"rotary positions of type {kind!r} cannot be expressed in a GGUF file of {type(config).__name__}"
+    )
+
+
+def _yarn(rope: Mapping[str, float], context: int) -> Fields:
+    known = {"rope_type", "rope_theta", "factor", "original_max_position_embeddings", "beta_fast", "beta_slow"}
+    known |= {"partial_rotary_factor", "truncate"}
+    factor = float(rope["factor"])
+    if unknown := sorted(key for key in rope.keys() - known if rope[key] is not None):
+        default = 0.1 * math.log(factor) + 1.0
+        if unknown != ["attention_factor"] or not math.isclose(rope["attention_factor"], default, rel_tol=1e-6):
+            raise PeftlabError(f"rope_parameters: {', '.join(unknown)} of yarn cannot be expressed in a GGUF file")
+    if rope.get("truncate") is False:
+        raise PeftlabError("rope_parameters: truncate: false of yarn cannot be expressed in a GGUF file")
+    return {
+        "rope.scaling.type": "yarn",
+        "rope.scaling.factor": factor,
+        "rope.scaling.original_context_length": int(rope.get("original_max_position_embeddings") or context),
+        "rope.scaling.yarn_beta_fast": float(rope.get("beta_fast") or 32.0),
+        "rope.scaling.yarn_beta_slow": float(rope.get("beta_slow") or 1.0),
+    }
+
+
+# Tokenizers. llama.cpp knows how a tokenizer splits text by a name; what splits so is read from its tokenizer.json.
+
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_CASED_REST = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_WORD = r"[^\r\n\p{L}\p{N}]?"
+_BYTES, _BYTES_ALONE = ("ByteLevel", True), ("ByteLevel", False)
+# The steps of the pre-tokenizer, and whether a word that is a token is not merged, -> llama.cpp's name.
+_PRE_TOKENIZERS: dict[tuple[tuple[object, ...], bool], str] = {
+    ((_BYTES,), False): "gpt-2",
+    ((("Digits", True), _BYTES), False): "smollm",
+    ((("Split", rf"{_CONTRACTIONS}|{_WORD}\p{{L}}+|\p{{N}}{{1,3}}|{_REST}"), _BYTES_ALONE), True): "llama-bpe",
+    ((("Split", rf"{_CONTRACTIONS}|{_WORD}\p{{L}}+|\p{{N}}{{1,3}}|{_REST}"), _BYTES_ALONE), False): "dbrx",
+    ((("Split", rf"{_CONTRACTIONS}|{_WORD}\p{{L}}+|\p{{N}}|{_REST}"), _BYTES_ALONE), False): "qwen2",
+    ((
+        ("Split", rf"{_WORD}{_UPPER}*{_LOWER}+|{_WORD}{_UPPER}+{_LOWER}*|\p{{N}}|{_CASED_REST}"),
+        _BYTES_ALONE,
+    ), True): "tekken",
+    ((
+        (
+            "Split",
+            rf"{_WORD}{_UPPER}*{_LOWER}+{_CONTRACTIONS}?|{_WORD}{_UPPER}+{_LOWER}*{_CONTRACTIONS}?|"
+            rf"\p{{N}}{{1,3}}|{_CASED_REST}",
+        ),
+        _BYTES_ALONE,
+    ), False): "gpt-4o",
+}  # fmt: skip
+_NORMAL, _UNKNOWN, _CONTROL, _USER, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6  # types of tokens
+_BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
+
+
+@dataclass(frozen=True)
+class _Tokens:
+    """A tokenizer as GGUF has it: fields with their full names, and notes on what the engine does otherwise."""
+
+    fields: Fields
+    notes: list[str]
+
+
+def _tokenizer(directory: Path, size: int) -> _Tokens:
+    """Return the tokenizer of a model directory, with ``size`` tokens: those without a text are unused."""
+    try:
+        tokenizer = load_tokenizer(str(directory))
+    except PeftlabError as error:
+        raise PeftlabError(f"a GGUF file contains its tokenizer, and the model has none that loads: {error}") from None
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise PeftlabError(f"{type(tokenizer).__name__} has no tokenizer.json, which a GGUF file is made from")
+    raw = json.loads(backend.to_str())
+    model, vocabulary = raw["model"], tokenizer.get_vocab()
+    if max(vocabulary.values()) >= size:
+        raise PeftlabError(
+            f"the tokenizer has {max(vocabulary.values()) + 1} tokens, the model's embedding {size} rows: a GGUF file "
+            "has one row for each token"
+        )
+    if model["type"] != "BPE":
+        raise PeftlabError(f"a tokenizer of type {model['type']} cannot be written as a GGUF file: only BPE is known")
+    texts = [f"[PAD{index}]" for index in range(size)]
+    types = [_UNUSED] * size
+    for text, index in vocabulary.items():
+        texts[index], types[index] = text, _NORMAL
+    for token in raw["added_tokens"]:
+        types[token["id"]] = _CONTROL if token["special"] else _USER
+    merges = [merge.split(" ") if isinstance(merge, str) else list(merge) for merge in model["merges"]]
+    notes: list[str] = []
+    if model.get("byte_fallback"):
+        fields = _sentencepiece(raw, tokenizer, texts, types, merges, notes)
+    else:
+        fields = _byte_level(raw, merges, notes)
+    fields |= {"tokenizer.ggml.tokens": texts, "tokenizer.ggml.token_type": types}
+    for name in ("bos", "eos", "unk", "sep", "pad"):
+        if (special := getattr(tokenizer, f"{name}_token_id", None)) is not None:
+            key = {"unk": "unknown", "sep": "seperator", "pad": "padding"}.get(name, name)  # the format's spelling
+            fields[f"tokenizer.ggml.{key}_token_id"] = special
+    fields |= _ends(directory, tokenizer)
+    ids = tokenizer("a")["input_ids"]
+    fields["tokenizer.ggml.add_bos_token"] = bool(ids) and ids[0] == tokenizer.bos_token_id
+    fields["tokenizer.ggml.add_eos_token"] = len(ids) > 1 and ids[-1] == tokenizer.eos_token_id
+    template = tokenizer.chat_template
+    if isinstance(template, dict):
+        others = {name: text for name, text in template.items() if name != "default"}
+        fields |= {f"tokenizer.chat_template.{name}": text for name, text in others.items()}
+        fields |= {"tokenizer.chat_templates": list(others)} if others else {}
+        template = template.get("default")
+    if template:
+        fields["tokenizer.chat_template"] = template
+    return _Tokens(fields, notes)
+
+
+def _ends(directory: Path, tokenizer: PreTrainedTokenizerBase) -> Fields:
+    """Return the field of a second token that ends an answer, as chat models have in their generation_config.json."""
+    file = directory / "generation_config.json"
+    named = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id") if file.is_file() else None
+    others = [index for index in named if index != tokenizer.eos_token_id] if isinstance(named, list) else []
+    return {"tokenizer.ggml.eot_token_id": others[0]} if others else {}
+
+
+def _parts(step: dict[str, Json] | None, several: str) -> list[dict[str, Json]]:
+    """Return the steps of a normalizer or pre-tokenizer of tokenizer.json, of which several may be a ``Sequence``."""
+    if step is None:
+        return []
+    inner = step.get(several) if step["type"] == "Sequence" else [step]
+    return [part for part in inner if isinstance(part, dict)] if isinstance(inner, list) else []
+
+
+def _byte_level(raw: dict[str, dict[str, Json]], merges: list[list[str]], notes: list[str]) -> Fields:
+    """Return the fields of a byte-level BPE tokenizer."""
+    steps: list[object] = []
+    for part in _parts(raw["pre_tokenizer"], "pretokenizers"):
+        kind, pattern = part["type"], part.get("pattern")
+        if kind == "ByteLevel" and not part["add_prefix_space"]:
+            steps.append((kind, part.get("use_regex", True)))
+        elif kind == "Digits":
+            steps.append((kind, part["individual_digits"]))
+        elif kind == "Split" and isinstance(pattern, dict) and part["behavior"] == "Isolated" and not part["invert"]:
+            steps.append((kind, pattern.get("Regex")))
+        else:
+            steps.append(json.dumps(part))
+    name = _PRE_TOKENIZERS.get((tuple(steps), bool(raw["model"].get("ignore_merges"))))
+    if name is None:
+        raise PeftlabError(
+            f"the tokenizer splits text by {json.dumps(raw['pre_tokenizer'])}, for which llama.cpp's name is not known "
+            f"here; known are {', '.join(_PRE_TOKENIZERS.values())}"
+        )
+    for part in _parts(raw["normalizer"], "normalizers"):
+        if part["type"] != "NFC":
+            raise PeftlabError(f"the tokenizer's normalizer {part['type']} cannot be expressed in a GGUF file")
+        notes.append("llama.cpp does not normalise text to NFC as this tokenizer does: send it normalised text")
+    joined = [" ".join(part.replace(" ", "\u0120") for part in pair) for pair in merges]
+    return {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": name, "tokenizer.ggml.merges": joined}
+
+
+def _sentencepiece(
+    raw: dict[str, dict[str, Json]],
+    tokenizer: PreTrainedTokenizerBase,
+    texts: list[str],
+    types: list[int],
+    merges: list[list[str]],
+    notes: list[str],
+) -> Fields:
+    """Return the fields of a SentencePiece tokenizer; mark its unknown token and its bytes in ``types``.
+
+    Where tokenizer.json merges pairs in an order, SentencePiece merges the pair whose result has the highest score:
+    minus the rank of the first merge that makes it.
+    """
+    prefix, spaces = False, False
+    for part in [*_parts(raw["normalizer"], "normalizers"), *_parts(raw["pre_tokenizer"], "pretokenizers")]:
+        kind, pattern = part["type"], part.get("pattern")
+        if kind == "Prepend" and part["prepend"] == "\u2581":
+            prefix = True
+        elif kind == "Metaspace" and part.get("replacement") == "\u2581":
+            prefix, spaces = part.get("prepend_scheme", "always") != "never", True
+        elif kind == "Replace" and pattern == {"String": " "} and part["content"] == "\u2581":
+            spaces = True
+        elif not (kind == "Split" and pattern == {"String": " "} and spaces):  # there are none left to split at
+            raise PeftlabError(f"the tokenizer's step {json.dumps(part)} cannot be expressed in a GGUF file")
+    if not spaces:
+        raise PeftlabError("the tokenizer does not write spaces as \u2581, as SentencePiece does")
+    ranks: dict[str, int] = {}
+    for rank, (left, right) in enumerate(merges):
+        ranks.setdefault(left + right, rank)
+    known, pairs = set(texts), {(left, right) for left, right in merges}
+    splits = ((text[:at], text[at:]) for text in ranks for at in range(1, len(text)))
+    lacking = [pair for pair in splits if pair[0] in known and pair[1] in known and pair not in pairs]
+    if lacking:
+        notes.append(
+            f"llama.cpp merges any two tokens that make a third; tokenizer.json has no such merge of {len(lacking)} pairs, "
+            f"{lacking[0]} for one: some texts may be split otherwise"
+        )
+    for index, text in enumerate(texts):
+        if index == tokenizer.unk_token_id:
+            types[index] = _UNKNOWN
+        elif types[index] == _NORMAL and _BYTE_TOKEN.fullmatch(text):
+            types[index] = _BYTE
+    scores = [
+        float(-ranks.get(text, len(merges))) if kind == _NORMAL else 0.0
+        for text, kind in zip(texts, types, strict=True)
+    ]
+    return {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.pre": "default",
+        "tokenizer.ggml.scores": scores,
+        "tokenizer.ggml.add_space_prefix": prefix,
+    }
+
+
+# The file.
+
+
+@dataclass(frozen=True)
+class GgufTensor:
+    """One tensor of a GGUF file.
+
+    Attributes:
+        name: its name there. type: the format's name of its type. shape: rows first, as torch has it.
+        offset: of its first byte in the file. nbytes: its size.
+    """
+
+    name: str
+    type: str
+    shape: tuple[int, ...]
+    offset: int = 0
+    nbytes: int = 0
+
+
+@dataclass(frozen=True)
+class Incoming:
+    """One tensor to be written.
+
+    Attributes:
+        key: its key in the merge. name: the parameter's name in the model. dtype, shape: as the base or the adapter
+            stores it.
+    """
+
+    key: str
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class GgufModel:
+    """What a model's configuration becomes in a GGUF file.
+
+    Args:
+        config: of the model, or of a larger one that it is the text model of. class_name: the model's class.
+
+    Raises:
+        PeftlabError: the class, or something that the configuration says, has no counterpart in llama.cpp.
+    """
+
+    def __init__(self, config: PretrainedConfig, class_name: str) -> None:
+        self.row = architecture_of(class_name)
+        gguf = package()
+        self.config = config.get_text_config()
+        activation = getattr(self.config, "hidden_activation", None) or getattr(self.config, "hidden_act", None)
+        activation = activation or getattr(self.config, "activation_function", None)
+        if activation not in self.row.activations:
+            raise PeftlabError(f"{class_name} with the activation {activation!r} cannot be written as a GGUF file")
+        arch = gguf.MODEL_ARCH[self.row.name]
+        self.name = gguf.MODEL_ARCH_NAMES[arch]
+        self._names = gguf.get_tensor_name_map(arch, self.config.num_hidden_layers)
+        rope, self.extra = _rope(self.config)
+        self.fields = _decoder_fields(self.config) | rope | self.row.extra(self.config)
+        self.notes: list[str] = []
+        window = getattr(self.config, "sliding_window", None)
+        unread = getattr(self.config, "use_sliding_window", True) and not self.fields.get("attention.sliding_window")
+        if unread and window is not None and window < self.config.max_position_embeddings:
+            self.notes.append(
+                f"llama.cpp's {self.name} attends to all positions, this model to the last {window}: they agree on "
+                "texts of up to that many tokens"
+            )
+
+    def tensor_name(self, parameter: str) -> str | None:
+        """Return a parameter's name in the file; None where there is none."""
+        if not parameter.endswith((".weight", ".bias")):
+            return None
+        plain = parameter.replace("language_model.", "")  # the text model in one of images and text
+        found: str | None = self._names.get_name(plain, try_suffixes=(".weight", ".bias"))
+        return found
+
+    def order(self, name: str, rows: int) -> Tensor | None:
+        """Return which row of a weight (out, in) or a bias (out) is stored at each place; None where none is moved."""
+        matrix = name.rpartition(".")[0].rpartition(".")[2]
+        if not self.row.permuted or matrix not in ("attn_q", "attn_k"):
+            return None
+        key = "attention.head_count" if matrix == "attn_q" else "attention.head_count_kv"
+        heads = self.fields[key]
+        assert isinstance(heads, int)
+        return torch.arange(rows).view(heads, 2, rows // heads // 2).transpose(1, 2).reshape(-1)
+
+    def transposed(self, name: str, shape: tuple[int, ...]) -> bool:
+        """Whether a tensor is stored transposed."""
+        return self.row.transposed and len(shape) == 2 and name.startswith("blk.")
+
+    def offset(self, name: str) -> float:
+        """Return what is added to a tensor's values."""
+        return 1.0 if self.row.offset_norms and name.endswith("norm.weight") else 0.0
+
+    def type(self, name: str, shape: tuple[int, ...], wanted: str | None, dtype: str) -> str:
+        """Return the type that a tensor is stored in.
+
+        Args:
+            shape: as it is stored. wanted: of matrices; None: as the base stores it, which is ``dtype``.
+
+        Raises:
+            PeftlabError: rows are no whole number of the type's blocks.
+        """
+        if len(shape) < 2 or name.startswith(("position_embd.", "rope_f")):
+            return "F32"  # what llama.cpp adds, or multiplies rows by
+        if wanted is None:
+            return _PLAIN.get(dtype, "F32")
+        return _checked(name, shape, wanted.upper())
+
+    def head(self, directory: Path, rows: int, main: str, metadata: Mapping[str, str]) -> tuple[bytes, int]:
+        """Return the bytes of all fields, and how many there are.
+
+        Args:
+            directory: with the tokenizer. rows: of the embedding. main: the type of most weights.
+            metadata: texts by field.
+        """
+        tokens = _tokenizer(directory, rows)
+        self.notes += tokens.notes
+        general: Fields = {"general.type": "model", **metadata, "general.file_type": _FILE_TYPES[main]}
+        general["general.quantization_version"] = 2
+        fields = {f"{self.name}.{key}": value for key, value in {**self.fields, "vocab_size": rows}.items()}
+        return packed_fields(self.name, general | fields | tokens.fields)
+
+
+def _checked(name: str, shape: tuple[int, ...], kind: str) -> str:
+    """Return a type; refuse it where rows are no whole number of its blocks, or nothing here quantises to it."""
+    gguf = package()
+    if kind in _PLAIN:
+        return kind
+    if kind.lower() not in TYPES:
+        raise PeftlabError(
+            f"{name} is stored as {kind}, to which the gguf package does not quantise; choose --dtype q8_0 (or f16), "
+            "and quantise that file by llama.cpp's llama-quantize"
+        )
+    block, _ = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    if shape[-1] % block:
+        raise PeftlabError(
+            f"{name}: rows of {shape[-1]} weights are no whole number of {kind.lower()}'s blocks of {block}; choose "
+            "--dtype f16 or bf16"
+        )
+    return kind
+
+
+def packed_fields(architecture: str, fields: Mapping[str, object]) -> tuple[bytes, int]:
+    """Return fields as the format has them, and how many there are, the architecture's name included."""
+    import io
+
+    gguf = package()
+    kinds = gguf.GGUFValueType
+    writer = gguf.GGUFWriter(None, architecture)
+    for key, value in fields.items():
+        if isinstance(value, list):
+            writer.add_array(key, value)
+        elif isinstance(value, bool | str | float):
+            kind = kinds.BOOL if isinstance(value, bool) else kinds.STRING if isinstance(value, str) else kinds.FLOAT32
+            writer.add_key_value(key, value, kind)
+        else:
+            writer.add_key_value(key, value, kinds.UINT32)
+    out = io.BytesIO()
+    writer.fout, writer.state = [out], gguf.gguf_writer.WriterState.HEADER
+    writer.write_kv_data_to_file()
+    return out.getvalue(), len(writer.kv_data[0])
+
+
+def layout(
+    fields: bytes, count: int, tensors: Sequence[GgufTensor], alignment: int = _ALIGNMENT
+) -> tuple[bytes, list[GgufTensor]]:
+    """Return a file's head, up to the first tensor's data, and its tensors with their places.
+
+    Args:
+        fields: as ``packed_fields`` returns them. count: how many they are.
+        tensors: in the order of the file. alignment: of their data, in bytes.
+    """
+    gguf = package()
+    infos, placed, position = b"", [], 0
+    for tensor in tensors:
+        kind = gguf.GGMLQuantizationType[tensor.type]
+        block, size = gguf.GGML_QUANT_SIZES[kind]
+        nbytes = math.prod(tensor.shape) // block * size
+        name = tensor.name.encode()
+        dims = tuple(reversed(tensor.shape))
+        infos += struct.pack(f"<Q{len(name)}sI{len(dims)}QIQ", len(name), name, len(dims), *dims, int(kind), position)
+        placed.append(GgufTensor(tensor.name, tensor.type, tensor.shape, position, nbytes))
+        position += -(-nbytes // alignment) * alignment
+    head = struct.pack("<4sIQQ", b"GGUF", 3, len(tensors), count) + fields + infos
+    head += b"\0" * (-len(head) % alignment)
+    return head, [
+        GgufTensor(tensor.name, tensor.type, tensor.shape, len(head) + tensor.offset, tensor.nbytes)
+        for tensor in placed
+    ]
+
+
+class GgufFile(OutputFile):
+    """One GGUF file being written: its head first, then each tensor at its place, in any order.
+
+    Args:
+        path: the file. head: its bytes up to the first tensor's data.
+        stored: each tensor's place, by its key in the merge. incoming: dtype and shape of what is written to it.
+        model: says how values are stored; None where all are stored as they come.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        head: bytes,
+        stored: Mapping[str, GgufTensor],
+        incoming: Mapping[str, tuple[str, tuple[int, ...]]],
+        model: GgufModel | None,
+    ) -> None:
+        self.path, self.stored, self.model = path, stored, model
+        self.entries = {key: Entry(*incoming[key], tensor.offset) for key, tensor in stored.items()}
+        self.size = len(head) + sum(tensor.nbytes for tensor in stored.values())
+        self._descriptor = open_binary(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        self._flush, self._written, self._unflushed, self._lock = None, 0, 0, threading.Lock()
+        self._write(memoryview(head), 0)
+        end = max(tensor.offset + tensor.nbytes for tensor in stored.values())
+        os.ftruncate(self._descriptor, -(-end // _ALIGNMENT) * _ALIGNMENT)  # what follows the last tensor is zeros
+
+    def as_it_is(self, key: str) -> bool:
+        """Whether a tensor's bytes are stored as they come."""
+        tensor, entry = self.stored[key], self.entries[key]
+        if self.model is None or entry.dtype == _BYTES_OF_BASE:
+            return True
+        moved = self.model.order(tensor.name, entry.shape[0]) is not None or tensor.shape != entry.shape
+        changed = self.model.transposed(tensor.name, entry.shape) or self.model.offset(tensor.name)
+        return tensor.type == entry.dtype and not moved and not changed
+
+    def write(self, key: str, tensor: Tensor) -> None:
+        """Store one tensor's values, some rows at a time, so that no second copy of them is in memory."""
+        stored = self.stored[key]
+        if self.as_it_is(key):
+            super().write(key, tensor)
+            return
+        assert self.model is not None
+        order = self.model.order(stored.name, tensor.shape[0])
+        if self.model.transposed(stored.name, tuple(tensor.shape)):
+            tensor = tensor.t()
+        added, offset = self.model.offset(stored.name), stored.offset
+        rows = max(1, _STEP // max(1, math.prod(stored.shape[1:])))
+        for start in range(0, stored.shape[0], rows):
+            part = tensor[start : start + rows] if order is None else tensor[order[start : start + rows]]
+            data = _stored(part + added if added else part, stored.type)
+            self._write(data, offset)
+            offset += len(data)
+
+    def steps(self, steps: Iterable[Job | Copy]) -> Iterator[Job | Copy]:
+        """Yield the steps of a merge; a tensor that is not stored as it comes is read instead of copied."""
+        for step in steps:
+            if isinstance(step, Copy) and not self.as_it_is(step.key):
+                yield Job(
+                    [(step.shard, step.source)], _named(step.key), {step.key: self}, self.entries[step.key].nbytes
+                )
+            else:
+                yield step
+
+
+def _named(key: str) -> Callable[[list[Tensor]], dict[str, Tensor]]:
+    return lambda tensors: {key: tensors[0]}
+
+
+def _stored(values: Tensor, kind: str) -> memoryview:
+    """Return the bytes of some rows in a type of the format."""
+    if kind in _PLAIN:
+        return values.to(DTYPES[kind]).contiguous().reshape(-1).view(torch.uint8).numpy().data
+    gguf = package()
+    codes = gguf.quantize(values.float().contiguous().numpy(), gguf.GGMLQuantizationType[kind])
+    return memoryview(codes.reshape(-1))
+
+
+class GgufBase:
+    """A GGUF file that another is made of: its fields, and its tensors byte for byte.
+
+    Args:
+        path: the file.
+
+    Raises:
+        PeftlabError: it is none, or its bytes are in another order.
+    """
+
+    def __init__(self, path: Path) -> None:
+        gguf = package()
+        try:
+            reader = gguf.GGUFReader(path)
+        except (ValueError, KeyError, OSError, IndexError) as error:
+            raise PeftlabError(f"{path}: {reason(error)}") from None
+        if reader.byte_order != "I" or not reader.tensors:
+            raise PeftlabError(f"{path}: has no tensors, or its numbers in another byte order than this machine's")
+        self.path, self.alignment = path, int(reader.alignment)
+        self.architecture = str(reader.fields["general.architecture"].contents())
+        self.count = int(reader.fields["GGUF.kv_count"].parts[0][0])
+        end = min(tensor.field.offset for tensor in reader.tensors)
+        self.fields = bytearray(reader.data[24:end].tobytes())
+        file_type = reader.fields.get("general.file_type")
+        self._file_type = (
+            None
+            if file_type is None
+            else int(file_type.offset) - 24 + sum(int(part.nbytes) for part in file_type.parts[:-1])
+        )
+        self.tokens = len(reader.fields["tokenizer.ggml.tokens"].data)
+        self.tensors = {
+            tensor.name: GgufTensor(
+                tensor.name,
+                tensor.tensor_type.name,
+                tuple(int(size) for size in reversed(tensor.shape)),
+                int(tensor.data_offset),
+                int(tensor.n_bytes),
+            )
+            for tensor in reader.tensors
+        }
+
+    def set_file_type(self, kind: str) -> None:
+        """Let the fields say that most weights are of another type."""
+        if self._file_type is not None:
+            self.fields[self._file_type : self._file_type + 4] = struct.pack("<I", _FILE_TYPES[kind])
+
+    def shard(self) -> Shard:
+        """Return the file as one whose tensors' bytes can be copied."""
+        return Shard(
+            self.path,
+            {name: Entry(_BYTES_OF_BASE, (t.nbytes,), t.offset) for name, t in self.tensors.items()},
+        )
+
+
+@dataclass(frozen=True)
+class FilePlan:
+    """What a GGUF file will contain.
+
+    Attributes:
+        head: its bytes up to the first tensor's data. stored: the tensors, by key.
+        incoming: dtype and shape of what is written to each.
+        copied: names of the tensors whose bytes are the GGUF base's; their keys are their names.
+        extra: values of tensors that the merge has none of, by key. type: of most weights.
+    """
+
+    head: bytes
+    stored: dict[str, GgufTensor]
+    incoming: dict[str, tuple[str, tuple[int, ...]]]
+    copied: list[str]
+    extra: dict[str, Tensor]
+    type: str
+
+
+def plan_file(
+    model: GgufModel,
+    directory: Path,
+    tensors: Sequence[Incoming],
+    wanted: str | None,
+    metadata: Mapping[str, str],
+    base: GgufBase | None = None,
+    changed: Iterable[str] = (),
+) -> FilePlan:
+    """Decide how each tensor is stored, and where.
+
+    Args:
+        model: what the fields are made of. directory: with the tokenizer.
+        tensors: what is to be written, in this order.
+        wanted: the type of matrices, one of ``TYPES``; None: each keeps the type it is stored in.
+        metadata: texts by field, for a file without a GGUF base.
+        base: the GGUF file that the base is, whose fields are kept. changed: keys of the tensors that differ from it.
+
+    Raises:
+        PeftlabError: llama.cpp has no tensor for a parameter, or a type cannot be had.
+    """
+    by_name: dict[str, Incoming] = {}
+    for tensor in tensors:
+        name = model.tensor_name(tensor.name)
+        if name is None:
+            raise PeftlabError(
+                f"{tensor.name}: llama.cpp's {model.name} has no tensor for it; write a directory (-o DIR)"
+            )
+        if name in by_name:
+            raise PeftlabError(
+                f"{tensor.name} and {by_name[name].name} would both be {name} of llama.cpp's {model.name}"
+            )
+        by_name[name] = tensor
+    kinds: dict[str, str] = {}
+    copied: list[str] = []
+    extra = {} if base is not None else model.extra
+    if base is not None:
+        kinds, copied = _kinds_beside(model, by_name, wanted, base, set(changed))
+    shapes = {name: t.shape[::-1] if model.transposed(name, t.shape) else t.shape for name, t in by_name.items()}
+    for name, tensor in by_name.items():
+        if name not in kinds:
+            kinds[name] = model.type(name, shapes[name], wanted, tensor.dtype)
+    planned = [
+        GgufTensor(name, kind, shapes.get(name, base.tensors[name].shape if base else ()))
+        for name, kind in kinds.items()
+    ]
+    planned += [GgufTensor(name, "F32", tuple(values.shape)) for name, values in extra.items()]
+    placed = layout(b"", 0, planned)[1]
+    sizes = Counter[str]()
+    for each in placed:
+        sizes[each.type] += each.nbytes
+    main = sizes.most_common(1)[0][0]
+    if base is None:
+        fields, count = model.head(directory, by_name["token_embd.weight"].shape[0], main, metadata)
+    else:
+        if wanted is not None:
+            base.set_file_type(main)
+        fields, count = bytes(base.fields), base.count
+    head, placed = layout(fields, count, planned, _ALIGNMENT if base is None else base.alignment)
+    keys = {name: tensor.key for name, tensor in by_name.items() if name not in copied}
+    stored = {keys.get(each.name, each.name): each for each in placed}
+    incoming: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for key, each in stored.items():
+        if each.name in copied:
+            incoming[key] = _BYTES_OF_BASE, (each.nbytes,)
+        elif each.name in by_name:
+            plain = each.type in _PLAIN and not model.offset(each.name)
+            incoming[key] = each.type if plain else "F32", by_name[each.name].shape
+        else:
+            incoming[key] = "F32", each.shape
+    return FilePlan(head, stored, incoming, copied, extra, main)
+
+
+def _kinds_beside(
+    model: GgufModel, tensors: Mapping[str, Incoming], wanted: str | None, base: GgufBase, changed: set[str]
+) -> tuple[dict[str, str], list[str]]:
+    """Return the type of each tensor of a GGUF base, in its order, and the names of those that are copied."""
+    if base.architecture != model.name:
+        raise PeftlabError(f"{base.path} is a {base.architecture}, the merged model a {model.name}")
+    kinds: dict[str, str] = {}
+    copied = []
+    for name, stored in base.tensors.items():
+        tensor = tensors.get(name)
+        if tensor is None and not name.startswith("rope_f"):
+            raise PeftlabError(f"{base.path}: {name} is no parameter of the merged model, and would be lost")
+        if tensor is not None and math.prod(tensor.shape) != math.prod(stored.shape):
+            raise PeftlabError(
+                f"{tensor.name} is {tensor.shape} in the merged model and {stored.shape} in {base.path.name}, whose "
+                "fields the new file has; write a directory (-o DIR) first, and merge from that"
+            )
+        if tensor is None or (wanted is None and tensor.key not in changed):
+            kinds[name] = stored.type
+            copied.append(name)
+        elif wanted is None:
+            kinds[name] = _checked(name, stored.shape, stored.type)
+        else:
+            kinds[name] = model.type(name, stored.shape, wanted, "F32")
+    if wanted is None and "output.weight" in tensors and "output.weight" not in kinds:  # tied before
+        kinds["output.weight"] = _checked("output.weight", tensors["output.weight"].shape, kinds["token_embd.weight"])
+    return kinds, copied
+
+
+def load_values(model: PreTrainedModel, path: Path) -> None:
+    """Put the values of a GGUF file into a model of the class that it was made of, in place.
+
+    Raises:
+        PeftlabError: the file has no tensor, or one of another shape, for a parameter.
+    """
+    gguf = package()
+    made = GgufModel(model.config, type(model).__name__)
+    stored = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            found = stored.get(made.tensor_name(name) or "")
+            if found is None:
+                raise PeftlabError(f"{path}: has no tensor for {name}")
+            values = torch.from_numpy(gguf.dequantize(found.data, found.tensor_type).copy())
+            values = values.view(tuple(int(size) for size in reversed(found.shape)))
+            values = values.t() if made.transposed(found.name, tuple(values.shape)) else values
+            if values.shape != parameter.shape:
+                raise PeftlabError(f"{path}: {found.name} has shape {tuple(values.shape)}, {name} {parameter.shape}")
+            order = made.order(found.name, values.shape[0])
+            values = values if order is None else values[torch.argsort(order)]
+            parameter.copy_(values - made.offset(found.name))
