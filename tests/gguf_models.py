@@ -69,7 +69,7 @@ def _sentencepiece() -> Tokenizer:
     trained = Tokenizer(models.BPE())
     trained.pre_tokenizer = pre_tokenizers.Metaspace()
     trained.train_from_iterator(CORPUS, trainers.BpeTrainer(vocab_size=300))
-    order = sorted(trained.get_vocab(), key=lambda text: trained.token_to_id(text))
+    order = sorted(trained.get_vocab(), key=trained.token_to_id)
     texts = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     texts += [text for text in order if len(text) > 1] + [text for text in order if len(text) == 1]
     vocabulary = {text: index for index, text in enumerate(texts)}
@@ -90,8 +90,12 @@ def _sentencepiece() -> Tokenizer:
 
 
 _SIZES: dict[str, Any] = {
-    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 256,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
 }
 _GEMMA = {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 16}
 # Name -> class of the configuration, tokenizer, and what differs from _SIZES.
@@ -106,12 +110,20 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
             "mlp_bias": True,
             "tie_word_embeddings": True,
             "rope_parameters": {
-                "rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
+                "rope_type": "llama3",
+                "rope_theta": 500.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 64,
             },
         },
     ),
-    "llama-linear": ("LlamaConfig", "smollm", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}}),
+    "llama-linear": (
+        "LlamaConfig",
+        "smollm",
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}},
+    ),
     "mistral": ("MistralConfig", "spm", {"sliding_window": None, "head_dim": 32}),
     "qwen2": ("Qwen2Config", "qwen2", {"tie_word_embeddings": True}),
     "qwen2-yarn": (
@@ -119,7 +131,10 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "qwen2",
         {
             "rope_parameters": {
-                "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64,
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 4.0,
+                "original_max_position_embeddings": 64,
             },
         },
     ),
@@ -140,15 +155,19 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 
 
-def write_model(name: str, directory: Path, *, dtype: torch.dtype = torch.float32, seed: int = 0) -> Path:
-    """Write a random model with large enough weights that its next token is never a near tie; return ``directory``."""
+def write_model(name: str, directory: Path, *, dtype: torch.dtype = torch.float32, **fields: Any) -> Path:
+    """Write a random model, whose biases and norms are random too, and return ``directory``.
+
+    Args:
+        fields: of the configuration, in place of the ones in ``MODELS``.
+    """
     kind, text, different = MODELS[name]
     tokens = tokenizer(text)
     sizes = {} if kind == "GPT2Config" else _SIZES
     vocabulary = len(tokens) + (13 if name in ("qwen2", "gemma3") else 0)  # rows without a token, as Qwen's
     ids = {"bos_token_id": tokens.bos_token_id, "eos_token_id": tokens.eos_token_id}
-    config = getattr(transformers, kind)(**{**sizes, "vocab_size": vocabulary, **ids, **different})
-    torch.manual_seed(seed)
+    config = getattr(transformers, kind)(**{**sizes, "vocab_size": vocabulary, **ids, **different, **fields})
+    torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for parameter in model.parameters():

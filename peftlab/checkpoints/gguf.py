@@ -465,8 +465,8 @@ def _sentencepiece(
     lacking = [pair for pair in splits if pair[0] in known and pair[1] in known and pair not in pairs]
     if lacking:
         notes.append(
-            f"llama.cpp merges any two tokens that make a third; tokenizer.json has no such merge of {len(lacking)} pairs, "
-            f"{lacking[0]} for one: some texts may be split otherwise"
+            f"llama.cpp merges any two tokens that make a third; tokenizer.json does not merge {len(lacking)} such "
+            f"pairs, {lacking[0]} for one: some texts may be split otherwise"
         )
     for index, text in enumerate(texts):
         if index == tokenizer.unk_token_id:

@@ -441,8 +441,8 @@ def merge(
     device: Device = "auto",
 ) -> object:
     """Fold adapters into their base model: a plain checkpoint, streamed, or a GGUF file (-o FILE.gguf)."""
-    from peftlab.checkpoints.merge_plan import MergeOptions
     from peftlab.checkpoints.gguf import KEEP, TYPES
+    from peftlab.checkpoints.merge_plan import MergeOptions
     from peftlab.models.quantised import stored_dtype
     from peftlab.pipelines.merge import Combining, run_merge
     from peftlab.reporting.console import merge_table
