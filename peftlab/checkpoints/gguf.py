@@ -29,7 +29,7 @@ from torch import Tensor
 from peftlab.checkpoints.tensors import DTYPES, Copy, Entry, Job, OutputFile, Shard, open_binary
 from peftlab.errors import PeftlabError, did_you_mean, reason
 from peftlab.files import Json
-from peftlab.models.pretrained import load_tokenizer
+from peftlab.models.load import load_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
