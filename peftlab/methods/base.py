@@ -72,6 +72,11 @@ def has_suffix(name: str, suffix: str) -> bool:
 def match(names: Iterable[str], targets: list[str] | str, *, what: str = "target_modules") -> list[str]:
     """Return those of ``names`` that ``targets`` matches, in order: a list of suffixes, or one full-match regex.
 
+    Args:
+        names: of modules or parameters, in the model's order.
+        targets: name suffixes, or a regular expression that matches in full.
+        what: the recipe's key, for the message.
+
     Raises:
         PeftlabError: the regex, or any one suffix of the list, matches nothing (the nearest names are in the
             message), or matching takes too long.
@@ -100,6 +105,10 @@ def layer_index(name: str, patterns: Sequence[str] = ()) -> int | None:
 
     It is the first component of its name that is a number; with ``patterns``, the first that follows a list that one of
     these regular expressions matches.
+
+    Args:
+        name: of a module or a parameter.
+        patterns: regular expressions of the list's name (``layers_pattern``).
     """
     parts = name.split(".")
     lists = {".".join(parts[:i]): int(part) for i, part in enumerate(parts) if part.isdigit()}
@@ -135,7 +144,12 @@ def sites_of(model: nn.Module) -> Sites:
 
 
 def find(names: Iterable[str], patterns: Iterable[str]) -> dict[str, str]:
-    """Return those of ``names`` that end in one of ``patterns``, each with the name of its layer."""
+    """Return those of ``names`` that end in one of ``patterns``, each with the name of its layer.
+
+    Args:
+        names: of a model's modules.
+        patterns: ends of names with ``*`` for a number, the first of which is the layer's (``Sites``).
+    """
     expression = "|".join(_expression(pattern) for pattern in patterns)
     found = {}
     for name in names:
@@ -151,7 +165,13 @@ def _expression(pattern: str) -> str:
 
 
 def fully_trained(model: nn.Module, modules_to_save: list[str] | None, *, head: bool = True) -> list[str]:
-    """Return the names of what is trained whole: the task head (if ``head``) and ``modules_to_save``."""
+    """Return the names of what is trained whole: the task head (if ``head``) and ``modules_to_save``.
+
+    Args:
+        model: before injection.
+        modules_to_save: name suffixes; None: no further modules.
+        head: whether the task head trains.
+    """
     names = task_head(model) if head else []
     if modules_to_save:
         every = [name for name, module in model.named_modules() if name and any(True for _ in module.parameters())]
@@ -161,6 +181,10 @@ def fully_trained(model: nn.Module, modules_to_save: list[str] | None, *, head: 
 
 def parameters_under(model: nn.Module, names: Iterable[str]) -> list[str]:
     """Return the names of all parameters that are, or are below, one of ``names``, in the model's order.
+
+    Args:
+        model: whose parameters are named.
+        names: of modules or of parameters.
 
     Raises:
         PeftlabError: a module has no parameter but those that it shares with others, which are not named.
@@ -241,7 +265,13 @@ class Adapted(_Leaf):
     def batched_variant(
         cls, leaf: nn.Module, name: str, variants: Sequence[Variant], rows: BatchRows
     ) -> nn.Module | None:
-        """Return ``leaf`` so that it computes all ``variants`` at once, each for its rows; None if it cannot."""
+        """Return ``leaf`` so that it computes all ``variants`` at once, each for its rows; None if it cannot.
+
+        Args:
+            leaf: the base's leaf. name: its name in the model.
+            variants: the leaf in each form that occurs, with the numbers of the adapters that have it so.
+            rows: which adapter each row uses.
+        """
         return None
 
 
@@ -260,7 +290,11 @@ _CLASSES: dict[tuple[type[AnyLeaf], type[nn.Module]], type] = {}
 
 
 def adapted_class(kind: type[LeafT], base: type[nn.Module]) -> type[LeafT]:
-    """Return the subclass of leaf class ``base`` that behaves as ``kind``; ``kind`` itself if it is one."""
+    """Return the subclass of leaf class ``base`` that behaves as ``kind``; ``kind`` itself if it is one.
+
+    Args:
+        kind: of adapted leaf. base: the class of the leaf that is adapted.
+    """
     if kind.__dict__.get("base_class") is base:
         return kind
     if (kind, base) not in _CLASSES:
@@ -286,7 +320,12 @@ def recast(cls: type[ModuleT], module: nn.Module) -> ModuleT:
 
 
 def with_weight(leaf: Adapted, weight: Tensor) -> nn.Module:
-    """Return the base leaf of an adapted one with another weight, for one call of its forward."""
+    """Return the base leaf of an adapted one with another weight, for one call of its forward.
+
+    Args:
+        leaf: whose other parameters and attributes are used.
+        weight: of the shape that the forward reads.
+    """
     plain = recast(leaf.base_class, leaf)
     parameters: Parameters = plain._parameters
     parameters["weight"] = weight
@@ -313,7 +352,11 @@ def addition(leaf: Adapted) -> tuple[int, ...]:
 
 
 def like_adapted(adapted: nn.Module, leaf: nn.Module) -> nn.Module:
-    """Return the plain ``leaf`` adapted as ``adapted`` is, whose additions it shares."""
+    """Return the plain ``leaf`` adapted as ``adapted`` is, whose additions it shares.
+
+    Args:
+        adapted: the leaf as an adapter has it. leaf: the base's leaf at its place.
+    """
     assert isinstance(adapted, Adapted)
     new = recast(type(adapted), leaf)
     added = set(adapted.added)
@@ -340,7 +383,12 @@ def added_parameters(adapted: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def exchange(model: nn.Module, modules: dict[str, nn.Module]) -> None:
-    """Replace the module of each name by the one given, under every name that the replaced module has."""
+    """Replace the module of each name by the one given, under every name that the replaced module has.
+
+    Args:
+        model: changed in place.
+        modules: the new modules by the names of those that they replace.
+    """
     new = {id(model.get_submodule(name)): module for name, module in modules.items()}
     for parent in [*model.modules(), *modules.values()]:  # one that is put in can be below another
         for child_name, child in parent._modules.items():
@@ -408,6 +456,9 @@ class BatchRows:
     def length(self, x: Tensor, leaf: str) -> int:
         """Return the first size of ``x``, the input of the module ``leaf``.
 
+        Args:
+            x: the tensor, of any shape. leaf: the module's name, for the message.
+
         Raises:
             PeftlabError: the size is not one that a tensor of this batch has.
         """
@@ -419,7 +470,13 @@ class BatchRows:
         )
 
     def index(self, length: int, numbers: tuple[int, ...], device: torch.device) -> Tensor | slice[int, int, int]:
-        """Return the positions, of ``length``, of these adapters' rows: a slice, if they are one."""
+        """Return the positions, of ``length``, of these adapters' rows: a slice, if they are one.
+
+        Args:
+            length: the first size of the tensor to index.
+            numbers: of the adapters whose rows are wanted.
+            device: where the tensor is.
+        """
         key = (length, numbers, device)
         if key not in self._known:
             times = length // len(self.numbers)

@@ -144,7 +144,12 @@ class LoraConfig(MethodConfig):
         return float(_by_pattern(self.alpha_pattern, module, self.lora_alpha))
 
     def scale(self, module: str, rank: int | None = None) -> float:
-        """Return the factor of B·A at ``module``: α/r, or α/√r with ``use_rslora``."""
+        """Return the factor of B·A at ``module``: α/r, or α/√r with ``use_rslora``.
+
+        Args:
+            module: its name, for ``rank_pattern`` and ``alpha_pattern``.
+            rank: None: the rank at ``module``.
+        """
         r, alpha = rank or self.rank(module), self.alpha(module)
         return alpha / math.sqrt(r) if self.use_rslora else alpha / r
 

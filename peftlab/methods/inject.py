@@ -95,7 +95,11 @@ def inject(model: ModelT, config: MethodConfig | PeftConfig, *, name: str = DEFA
 
 
 def plan_injection(model: nn.Module, config: MethodConfig) -> Plan:
-    """Return what ``config``'s method would change in ``model``, in the layers that it names; changes nothing."""
+    """Return what ``config``'s method would change in ``model``, in the layers that it names; changes nothing.
+
+    Args:
+        model: without adapter. config: of any method.
+    """
     plan: Plan = resolve(METHODS.find(config.name).plan)(model, config)
     if config.first_layer is None:
         return plan
@@ -215,6 +219,9 @@ def reconfigure(model: nn.Module, config: MethodConfig) -> None:
     """Give an injected model another configuration, in place; its trained parameters remain the same objects.
 
     An adapter that was trained with another α or dropout then computes, and is saved, with its own configuration.
+
+    Args:
+        model: injected, with any adapter active. config: of the method that it was injected with.
 
     Raises:
         PeftlabError: the configuration trains other parameters than the model's; the model is as it was.
@@ -380,7 +387,11 @@ def refuse_patched(leaves: Mapping[str, nn.Module]) -> None:
 
 
 def refuse_others(model: nn.Module, what: str) -> None:
-    """Raise ``PeftlabError`` if the model has adapters beside the active one, whose base ``what`` would change."""
+    """Raise ``PeftlabError`` if the model has adapters beside the active one, whose base ``what`` would change.
+
+    Args:
+        model: with an active adapter. what: the operation, for the message.
+    """
     others = list(_others(model))
     if others:
         raise PeftlabError(
@@ -390,7 +401,11 @@ def refuse_others(model: nn.Module, what: str) -> None:
 
 
 def swap(model: nn.Module, values: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Set parameters to ``values`` and return what they were, on the CPU."""
+    """Set parameters to ``values`` and return what they were, on the CPU.
+
+    Args:
+        model: changed in place. values: by the parameters' names.
+    """
     before = {}
     with torch.no_grad():
         for name, value in values.items():
@@ -409,6 +424,9 @@ def on_cpu(parameter: nn.Parameter) -> Tensor:
 def set_adapter(model: nn.Module, name: str) -> None:
     """Make the adapter ``name`` the active one, in place: what computes, trains, and is saved, merged or disabled.
 
+    Args:
+        model: with one adapter or more. name: of one of them (``loaded_adapters``).
+
     Raises:
         PeftlabError: no adapter of that name, or within ``disabled`` or ``adapter_names``.
     """
@@ -426,6 +444,9 @@ def delete_adapter(model: nn.Module, name: str) -> None:
     If it is the active one, the one that was active before it becomes active; if it is the only one, ``model`` is
     the base model afterwards, as after ``remove``.
 
+    Args:
+        model: with one adapter or more. name: of one of them (``loaded_adapters``).
+
     Raises:
         PeftlabError: no adapter of that name, or within ``disabled`` or ``adapter_names``.
     """
@@ -441,7 +462,11 @@ def delete_adapter(model: nn.Module, name: str) -> None:
 
 @contextmanager
 def active_only(model: ModelT, name: str | None = None) -> Iterator[ModelT]:
-    """Within the block the adapter ``name`` (default: the active one) is active, and the model has no other tensors."""
+    """Within the block the adapter ``name`` (default: the active one) is active, and the model has no other tensors.
+
+    Args:
+        model: with an active adapter. name: of a loaded adapter.
+    """
     before = injection_of(model).name
     name = before if name is None else name
     _check_loaded(model, name)
@@ -460,6 +485,9 @@ def active_only(model: ModelT, name: str | None = None) -> Iterator[ModelT]:
 @contextmanager
 def room_for_adapter(model: nn.Module, name: str) -> Iterator[None]:
     """Within the block an adapter called ``name`` can be injected: the others are put aside, and back after an error.
+
+    Args:
+        model: with any number of adapters. name: of the one to come.
 
     Raises:
         PeftlabError: not a name, or one that is taken.

@@ -89,7 +89,11 @@ def load_base(
 
 
 def storage(base: BaseConfig, precision: str) -> Attributes:
-    """Return what ``load_base`` takes for a recipe's ``base`` and ``train.precision``."""
+    """Return what ``load_base`` takes for a recipe's ``base`` and ``train.precision``.
+
+    Args:
+        base: the recipe's section. precision: fp32, tf32, bf16 or fp16.
+    """
     if base.quantised:
         return {"dtype": compute_dtype(precision), "quantised": base}
     return {"dtype": DTYPES[base.dtype]}
@@ -202,7 +206,11 @@ def _settle(model: PreTrainedModel, dtype: torch.dtype) -> None:
 
 
 def load_config(reference: str, *, revision: str | None = None, **options: object) -> PretrainedConfig:
-    """Load the configuration of a model, finetuned or not (``models.config``); errors as in ``load_base``."""
+    """Load the configuration of a model, finetuned or not (``models.config``); errors as in ``load_base``.
+
+    Args:
+        reference: as ``find_model`` takes it. revision: of a hub model. options: passed to ``from_pretrained``.
+    """
     from transformers import AutoConfig
 
     parts = find_model(reference, revision=revision)
@@ -218,7 +226,11 @@ def language_model_class(config: PretrainedConfig) -> str:
 
 
 def load_tokenizer(reference: str, *, revision: str | None = None, **options: object) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a model, finetuned or not (``models.config``); errors as in ``load_base``."""
+    """Load the tokenizer of a model, finetuned or not (``models.config``); errors as in ``load_base``.
+
+    Args:
+        reference: as ``find_model`` takes it. revision: of a hub model. options: passed to ``from_pretrained``.
+    """
     from transformers import AutoTokenizer
 
     parts = find_model(reference, revision=revision)
@@ -348,6 +360,9 @@ class Bounded(TorchFunctionMode):
 def check_sizes(config: Mapping[str, object], where: str | Path) -> None:
     """Refuse sizes below zero, numbers of layers and labels that no model has, and classes that are not named by text.
 
+    Args:
+        config: the object of a ``config.json``. where: its place, for the message.
+
     Raises:
         PeftlabError: such a value; ``where`` and the key are named.
     """
@@ -380,7 +395,11 @@ def check_directory(directory: Path) -> None:
 
 
 def check_ids(tokenizer: PreTrainedTokenizerBase, where: str) -> None:
-    """Refuse token ids far beyond the number of tokens: libraries make lists as long as the largest."""
+    """Refuse token ids far beyond the number of tokens: libraries make lists as long as the largest.
+
+    Args:
+        tokenizer: of any class. where: its reference, for the message.
+    """
     vocabulary = tokenizer.get_vocab()
     count = len(vocabulary)
     token, largest = max(vocabulary.items(), key=lambda item: item[1], default=("", 0))
@@ -427,6 +446,9 @@ def places(model: PreTrainedModel, keys: Iterable[str]) -> dict[str, Place | Non
 
     Renaming is transformers' own, so that what is found here is what ``from_pretrained`` would find. The
     merged key is the base's, with the name of the body added or removed.
+
+    Args:
+        model: the one the checkpoint is for, on any device. keys: of the checkpoint's tensors.
     """
     state = dict.fromkeys(tied_names(model), True)
     state |= dict.fromkeys(model.state_dict(keep_vars=True), True)
@@ -524,6 +546,9 @@ def stored_vocabulary(model: nn.Module, reference: str | None) -> int | None:
     """Return the number of tokens of the checkpoint that ``model`` was loaded from; None where that is not known.
 
     The network is not asked: a hub model's configuration is the one in the cache.
+
+    Args:
+        model: loaded by transformers. reference: what it was loaded from; None where that is not known.
     """
     read: Function[object] | None = getattr(getattr(model, "config", None), "from_pretrained", None)
     if not reference or is_url(reference) or read is None:

@@ -48,7 +48,11 @@ def torch_dtype(name: str, option: str = "dtype") -> torch.dtype:
 
 
 def stored_dtype(name: str, option: str = "dtype") -> torch.dtype:
-    """Return the dtype that weights on disk are asked to have: as ``torch_dtype``, or ``fp8`` (e4m3)."""
+    """Return the dtype that weights on disk are asked to have: as ``torch_dtype``, or ``fp8`` (e4m3).
+
+    Args:
+        name: what the user set. option: the key or option that it was set by, for the message.
+    """
     return _named(name, option, STORED)
 
 
@@ -78,7 +82,11 @@ def _coded(weight: Tensor) -> bool:
 
 
 def weight_shape(module: nn.Module, name: str = "weight") -> torch.Size:
-    """Return the shape of a module's weight: (out, in) of a linear map in 4 or 8 bits, however it is packed."""
+    """Return the shape of a module's weight: (out, in) of a linear map in 4 or 8 bits, however it is packed.
+
+    Args:
+        module: a leaf. name: of its parameter.
+    """
     if isinstance(module, nn.Linear) and is_quantised(module):
         return torch.Size((module.out_features, module.in_features))
     shape: torch.Size = getattr(module, name).shape
@@ -93,7 +101,11 @@ def elements(parameter: Tensor) -> int:
 
 @torch.no_grad()
 def dequantised(module: nn.Module, dtype: torch.dtype) -> Tensor:
-    """Return the values of a weight in 4 or 8 bits, (out, in), rounded once to ``dtype``."""
+    """Return the values of a weight in 4 or 8 bits, (out, in), rounded once to ``dtype``.
+
+    Args:
+        module: a linear map of bitsandbytes. dtype: of the result.
+    """
     weight: Unwrapped = module._parameters["weight"]
     if type(weight).__name__ == "Int8Params":
         own: Unwrapped = module
@@ -152,6 +164,9 @@ def quantise(model: PreTrainedModel, how: BitsAndBytesConfig) -> None:
     """Store the linear maps of a plain model in 4 or 8 bits, in place: those that transformers would choose.
 
     transformers quantises while it reads a checkpoint, but not a GGUF file.
+
+    Args:
+        model: in fp32, 16 bits or mixed. how: bits, and the modules to leave.
     """
     from bitsandbytes.nn import Int8Params, Linear4bit, Linear8bitLt, Params4bit
     from transformers.quantizers.auto import AutoHfQuantizer

@@ -66,7 +66,12 @@ def low_rank_linear(
 
 
 def frozen_linear(x: Tensor, weight: Weight, bias: Tensor | None, width: int) -> Tensor:
-    """Return x·Wᵀ + bias, of ``width`` features; gradients flow to x and bias: an addition of rank 0."""
+    """Return x·Wᵀ + bias, of ``width`` features; gradients flow to x and bias: an addition of rank 0.
+
+    Args:
+        x: (..., in). weight: (out, in), or the function that makes it. bias: (out) or None.
+        width: out, which a function does not tell.
+    """
     return low_rank_linear(x, weight, bias, x.new_empty(0, x.shape[-1]), x.new_empty(width, 0), 0.0)
 
 
@@ -128,7 +133,11 @@ def _dropped(x: Tensor, keep: Tensor | None) -> Tensor:
 
 
 def dropout(x: Tensor, p: float) -> Tensor:
-    """Return x with elements zero with probability p, divided by 1 − p; for backward it keeps a byte an element."""
+    """Return x with elements zero with probability p, divided by 1 − p; for backward it keeps a byte an element.
+
+    Args:
+        x: of any shape. p: the probability of a zero.
+    """
     return x * keep_mask(x, p) * (1 / (1 - p)) if p > 0 else x
 
 
@@ -137,6 +146,9 @@ def keep_mask(like: Tensor, p: float) -> Tensor:
 
     torch's generator alone decides. On CPUs an element takes one byte of it, and 53 bits more where the byte cannot
     decide: the probability is exactly p (from 2⁻⁹ on; below, to 2⁻⁶¹). On other devices it is p to 2⁻²⁴.
+
+    Args:
+        like: of any shape; its device is the mask's. p: the probability of a zero.
     """
     if like.device.type != "cpu" or type(like) is not Tensor or torch.compiler.is_compiling():
         return torch.rand(like.shape, device=like.device).ge(p).view(torch.uint8)
@@ -150,6 +162,9 @@ def kept(uniform: Tensor, p: float) -> Tensor:
 
     A byte below ⌊256·p⌋ drops, one above keeps. Where it is equal, a further draw drops with probability
     256·p − ⌊256·p⌋.
+
+    Args:
+        uniform: bytes drawn uniformly, of any shape. p: the probability of a zero.
     """
     bound, rest = threshold(p)
     keep = torch.ge(uniform, bound, out=torch.empty_like(uniform))  # comparing into uint8 is 8 times as fast as bool
@@ -204,7 +219,11 @@ def fold_weight(
 
 
 def fold_bias(bias: Tensor, addition: Tensor, scale: float, how: Folding = FOLDING) -> Tensor:
-    """Return bias + scale·addition, computed and rounded as in ``fold_weight``; both are (out)."""
+    """Return bias + scale·addition, computed and rounded as in ``fold_weight``; both are (out).
+
+    Args:
+        bias: (out). addition: ``lora_bias`` (out). scale: α/r. how: precision and dtype.
+    """
     dtype = torch.float64 if bias.dtype == torch.float64 else how.precision
     out = bias.detach() if how.in_place else torch.empty_like(bias, dtype=how.stored)
     if out.is_meta:
@@ -284,6 +303,9 @@ def row_norms(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
     """Return ‖W + scale·B·A‖ of each row (out), without a gradient (DoRA, arXiv 2402.09353, section 4.3).
 
     The squared norm is ‖w‖² + 2s·w·Aᵀ·b + s²·bᵀ·A·Aᵀ·b: the update itself is never formed.
+
+    Args:
+        weight: (out, in). a: (r, in). b: (out, r). scale: α/r.
     """
     with torch.no_grad():
         a, w = a.to(b.dtype), weight.to(b.dtype)
@@ -293,7 +315,11 @@ def row_norms(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
 
 
 def expert_factors(a: Tensor, b: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-    """Return A (experts, r, in) and B (experts, out, r) from peft's layout: (experts·r, in), (out, r·experts)."""
+    """Return A (experts, r, in) and B (experts, out, r) from peft's layout: (experts·r, in), (out, r·experts).
+
+    Args:
+        a: (experts·r, in). b: (out, r·experts). experts: their number.
+    """
     return a.reshape(experts, -1, a.shape[1]), b.reshape(b.shape[0], -1, experts).permute(2, 0, 1)
 
 

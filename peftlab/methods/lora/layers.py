@@ -28,6 +28,7 @@ from peftlab.methods.base import (
     adapted_class,
     added_parameters,
     recast,
+    trainable_dtype,
     with_weight,
 )
 from peftlab.methods.config import Start
@@ -46,7 +47,7 @@ from peftlab.methods.lora.functional import (
 )
 from peftlab.models.architectures import conv1d
 from peftlab.models.quantised import dequantised, is_quantised, weight_shape
-from peftlab.untyped import Function, Parameters
+from peftlab.untyped import Attributes, Function, Parameters
 
 Map = Callable[[Tensor], Tensor]
 
@@ -179,7 +180,7 @@ class LoraLinear(LowRank, nn.Linear):
         return self.base_class.forward(self, x)
 
     def adapted(self, x: Tensor) -> Tensor:
-        """Return it with the addition."""
+        """Return what the base leaf computes, with the addition."""
         weight: Weight = self.weight.t() if self.transposed else self.weight
         p = self.active_dropout()
         quantised = is_quantised(self)
@@ -344,13 +345,22 @@ def own_forward(kind: type[nn.Module]) -> bool:
 
 
 def spread(b: Tensor, rows: Tensor, sizes: tuple[int, ...], out: int) -> Tensor:
-    """Return the dense B (out, parts·r) of a fused projection from its parts' rows (Σ sizes, r)."""
+    """Return the dense B (out, parts·r) of a fused projection from its parts' rows (Σ sizes, r).
+
+    Args:
+        b: (Σ sizes, r). rows: the output row of each row of ``b`` (Σ sizes).
+        sizes: the number of rows of each part. out: the number of output features.
+    """
     blocks = torch.block_diag(*b.split(list(sizes)))
     return b.new_zeros(out, blocks.shape[1]).index_copy(0, rows, blocks)
 
 
 def gather(dense: Tensor, rows: Tensor, sizes: tuple[int, ...]) -> Tensor:
-    """Return the parts' rows (Σ sizes, r) of a dense B: the inverse of ``spread``."""
+    """Return the parts' rows (Σ sizes, r) of a dense B: the inverse of ``spread``.
+
+    Args:
+        dense: (out, parts·r). rows, sizes: as in ``spread``.
+    """
     r = dense.shape[1] // len(sizes)
     blocks = dense[rows].split(list(sizes))
     return torch.cat([block[:, i * r : (i + 1) * r] for i, block in enumerate(blocks)])
@@ -429,7 +439,12 @@ def stored_transposed(module: nn.Module, weight: Tensor) -> bool:
 def adapt_experts(
     module: nn.Module, ranks: dict[str, int], scales: dict[str, float], init: Callable[[Tensor], None]
 ) -> nn.Module:
-    """Return ``module`` with a low-rank addition on the parameters named in ``ranks``."""
+    """Return ``module`` with a low-rank addition on the parameters named in ``ranks``.
+
+    Args:
+        module: whose parameters ``ranks`` names. ranks, scales: rank and factor of B·A by the parameter's name.
+        init: function that fills A in place; B starts at zero.
+    """
     new = recast(adapted_class(LoraExperts, type(module)), module)
     new.adapted = dict(scales)
     for name, rank in ranks.items():
@@ -437,12 +452,11 @@ def adapt_experts(
         experts, d_out, d_in = (1, *weight.shape)[-3:]
         if stored_transposed(module, weight):
             d_out, d_in = d_in, d_out
-        dtype = weight.dtype if weight.dtype in (torch.float32, torch.float64) else torch.float32
-        a = torch.empty(rank * experts, d_in, device=weight.device, dtype=dtype)
+        like: Attributes = {"device": weight.device, "dtype": trainable_dtype(weight)}
+        a = torch.empty(rank * experts, d_in, **like)
         init(a)
         new.register_parameter(f"{name}_lora_A", nn.Parameter(a))
-        b = torch.zeros(d_out, rank * experts, device=weight.device, dtype=dtype)
-        new.register_parameter(f"{name}_lora_B", nn.Parameter(b))
+        new.register_parameter(f"{name}_lora_B", nn.Parameter(torch.zeros(d_out, rank * experts, **like)))
     return new
 
 
@@ -515,19 +529,23 @@ class OwnCopy(AnyLeaf):
         forward = super().forward
         if not self.enabled:
             return forward(*args, **kwargs)
-        all_of_it = self._parameters
-        self._parameters = {**all_of_it, **{name: all_of_it[f"own_{name}"] for name in self.shared}}
+        before = self._parameters
+        self._parameters = before | {name: before[f"own_{name}"] for name in self.shared}
         try:
             return forward(*args, **kwargs)
         finally:
-            self._parameters = all_of_it
+            self._parameters = before
 
     def fold(self, how: Folding = FOLDING) -> dict[str, Tensor]:
         return {name: getattr(self, f"own_{name}").detach().clone() for name in self.shared}
 
 
 def with_own_copy(leaf: nn.Module, shared: list[str]) -> nn.Module:
-    """Return ``leaf`` with a copy of its own of the parameters named ``shared``."""
+    """Return ``leaf`` with a copy of its own of the parameters named ``shared``.
+
+    Args:
+        leaf: a module with parameters of its own. shared: names of those that other modules use too.
+    """
     new = recast(adapted_class(OwnCopy, type(leaf)), leaf)
     new.shared = tuple(shared)
     for name in shared:
@@ -536,7 +554,7 @@ def with_own_copy(leaf: nn.Module, shared: list[str]) -> nn.Module:
 
 
 class LowRankAddition(Protocol):
-    """What is used of an adapted leaf: scale·B·A."""
+    """A leaf with the update scale·B·A, as ``MixedLinear`` uses it."""
 
     scale: float
 
@@ -590,7 +608,7 @@ class _Places:
 
 
 class Gate:
-    """Says on which rows the additions of a model act; all leaves of a gated model have the same one.
+    """The rows of a batch on which the additions of a model act; all leaves of a gated model have the same gate.
 
     It is closed at first: no row gets an addition.
     """
@@ -625,6 +643,9 @@ class Gate:
 
         The others get no gradient: no parameter that trains is computed with before them.
 
+        Args:
+            x: [b, n, in]. plain, adapted: functions of rows [m, in] to rows [m, out].
+
         Raises:
             PeftlabError: x has other rows than the batch.
         """
@@ -638,7 +659,11 @@ class Gate:
         return y.view(*x.shape[:-1], -1)
 
     def add(self, y: Tensor, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
-        """Add x·Aᵀ·Bᵀ to the rows of y [..., out] with additions, in place, for x [..., in]; for inference."""
+        """Add x·Aᵀ·Bᵀ to the rows of y [..., out] with additions, in place, for x [..., in]; for inference.
+
+        Args:
+            y: [..., out]. x: [..., in]. a: (r, in). b: (out, r), scaled.
+        """
         if self._places is not None:
             own, flat = self._places.own, x.reshape(-1, x.shape[-1])
             self._check(flat, self._places)
@@ -656,6 +681,9 @@ class Gate:
 
 def set_gate(model: nn.Module, gate: Gate) -> None:
     """Let ``gate`` say on which rows of a batch the additions of an injected model act.
+
+    Args:
+        model: injected with LoRA. gate: of all its leaves.
 
     Raises:
         PeftlabError: an adapted module that cannot act on some rows alone; nothing is changed.

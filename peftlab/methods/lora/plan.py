@@ -205,6 +205,9 @@ def fused_parts(model: nn.Module, modules: Iterable[str]) -> dict[str, Tensor]:
     """Return the parts of a model's fused projections: ``<leaf>.<part>`` to the output rows it has.
 
     So ``target_modules=["c_attn.q", "c_attn.v"]`` acts on GPT-2's query and value alone.
+
+    Args:
+        model: whose configuration says how wide each part is. modules: names of its linear maps.
     """
     config = getattr(model, "config", None)
     parts: dict[str, Tensor] = {}
@@ -218,7 +221,12 @@ def fused_parts(model: nn.Module, modules: Iterable[str]) -> dict[str, Tensor]:
 def in_layers(
     names: Iterable[str], layers: list[int] | int | None, pattern: list[str] | str | None = None
 ) -> list[str]:
-    """Return those of ``names`` in the given layers; a layer that does not exist is an error."""
+    """Return those of ``names`` in the given layers; a layer that does not exist is an error.
+
+    Args:
+        names: of modules or parameters. layers: numbers of layers; None: all.
+        pattern: names or regular expressions of the list that the numbers count (``layers_pattern``); None: the first.
+    """
     if layers is None:
         return list(names)
     patterns = [pattern] if isinstance(pattern, str) else pattern or []
@@ -297,6 +305,9 @@ def token_targets(model: nn.Module, config: LoraConfig) -> dict[str, Callable[[n
     train the same rows, unless several of them are named with different tokens. So do modules that share it by the
     configuration alone, where the checkpoint has a matrix of its own for each.
 
+    Args:
+        model: before injection. config: with ``trainable_token_indices``.
+
     Raises:
         PeftlabError: a name that matches nothing, or not one embedding or linear map; a token out of range.
     """
@@ -353,7 +364,11 @@ def _tied_by_configuration(model: nn.Module, weight: str) -> set[str]:
 
 
 def shared_outside(model: nn.Module, modules: Iterable[str]) -> dict[str, list[str]]:
-    """Return the leaves below ``modules`` that hold parameters of modules elsewhere, with the names of those."""
+    """Return the leaves below ``modules`` that hold parameters of modules elsewhere, with the names of those.
+
+    Args:
+        model: before injection. modules: names of modules that train whole.
+    """
     here = dict(model.named_modules())
     users: dict[int, list[str]] = defaultdict(list)
     for name, module in here.items():
@@ -379,6 +394,9 @@ def matching_only(model: nn.Module, config: LoraConfig) -> tuple[LoraConfig, dic
     """Return ``config`` without the names that match nothing in ``model``, and those names by field.
 
     ``target_modules`` stays as it is if nothing that it names is there, and nothing else is named.
+
+    Args:
+        model: before injection. config: as an adapter of another model or version states it.
     """
     lost: dict[str, list[str]] = {}
 
