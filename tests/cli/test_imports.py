@@ -95,7 +95,7 @@ COUNTS = {
     "inspect base": ("torch numpy", 250),
     "inspect encoder": ("torch numpy", 250),
     "merge adapter -o merged": ("torch numpy", 250),
-    "unmerge merged -o again": ("torch numpy", 230),
+    "unmerge merged -o again": ("torch numpy", 210),
 }
 
 
