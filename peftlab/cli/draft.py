@@ -197,6 +197,10 @@ def bench(
     verify: Verify = None,
     draft_window: DraftWindow = None,
     device: Device = "auto",
+    engine: Annotated[
+        str,
+        typer.Option("--engine", help="Measure the draft in the engine that serves it, too: vllm, or a server's URL."),
+    ] = "peftlab",
     html: Html = None,
 ) -> object:
     """Time plain and speculative decoding on the same prompts; drafters without a model run beside the draft."""
@@ -206,13 +210,13 @@ def bench(
     options = _decoding_options(locals())
     result = benchmark(
         target, prompts, draft, options, drafters=drafter or (), batch_size=batch_size, repeats=repeats,
-        max_prompts=max_prompts, pool=pool,
+        max_prompts=max_prompts, pool=pool, engine=engine,
     )  # fmt: skip
     found = result.result
-    tables, facts = drafts.bench_tables(found), drafts.bench_facts(found, result.warnings)
+    tables, facts = drafts.bench_tables(found, result.engine), drafts.bench_facts(found, result.warnings, result.engine)
     drafts.show(tables, [*facts, result.where()])
     if html is not None:
-        write_text(html, drafts.bench_page(found, result.warnings, result.lines(), result.example))
+        write_text(html, drafts.bench_page(found, result.warnings, result.lines(), result.example, result.engine))
     return result
 
 

@@ -52,6 +52,7 @@ from peftlab.decoding.measurements import (
     differing_share,
     divergence,
     rate_intervals,
+    share_interval,
     step_seconds,
     timed_drafter,
     verdict,
@@ -176,6 +177,7 @@ class Comparison:
             lossless_by=self.settings.lossless_by,
             divergences=differing,
             time=self._shares(name),
+            accepted_share_interval=share_interval([_accepted_of_drafted(output) for output in record.outputs]),
         )
 
     def gain(self, name: str, drafter: Drafter) -> MeasuredGain | None:
@@ -229,6 +231,10 @@ class Comparison:
             place += len(batch)
         chosen = range(len(tokens)) if batches is None else batches
         return Timings([tokens[i] for i in chosen], [record.seconds[i] for i in chosen])
+
+
+def _accepted_of_drafted(output: Generation) -> tuple[int, int]:
+    return sum(step.accepted for step in output.steps), sum(step.drafted for step in output.steps)
 
 
 def bench(

@@ -543,6 +543,23 @@ def rate_intervals(one: Timings, baseline: Timings, *, draws: int = 1000) -> Rat
     return RateIntervals(percentiles(rate), percentiles(plain), percentiles(rate / plain))
 
 
+def share_interval(counts: Sequence[tuple[int, int]], *, draws: int = 1000) -> Interval:
+    """Return the 95 % bootstrap interval of a share Σa / Σb over prompts drawn with replacement.
+
+    Args:
+        counts: (a, b) of each prompt, such as its accepted and its drafted tokens. draws: resamples; the same every
+            time.
+
+    Returns:
+        The interval; None for a single prompt, or where some resample has nothing to share.
+    """
+    if len(counts) < 2:
+        return None
+    drawn = numpy.random.default_rng(0).integers(len(counts), size=(draws, len(counts)))
+    parts, wholes = numpy.asarray(counts).T[:, drawn].sum(-1)
+    return percentiles(parts / wholes) if wholes.all() else None
+
+
 def percentiles(values: NDArray[numpy.float64]) -> tuple[float, float]:
     """Return the ends of the middle 95 % of resampled values."""
     low, high = numpy.quantile(values, [0.025, 0.975])
@@ -663,6 +680,7 @@ class DrafterResult:
         time: where it went; None for another library's decoding.
         alpha: agreement of draft and target; None without a draft model, or where it was not measured.
         lossy: the rule that accepted drafted tokens in place of exact verification, and what it cost; None: exact.
+        accepted_share_interval: 95 % bootstrap interval, over prompts, of accepted over drafted tokens.
     """
 
     tokens_per_second: float
@@ -679,12 +697,58 @@ class DrafterResult:
     time: TimeShares | None
     alpha: OverlapRates | None = None
     lossy: LossyResult | None = None
+    accepted_share_interval: Interval = None
 
     def as_json(self) -> dict[str, Json]:
         """Return the attributes, those of ``statistics`` among them."""
         values = to_json(vars(self))
         del values["statistics"]
         return values | to_json(self.statistics)
+
+
+@dataclass(frozen=True)
+class EngineResult:
+    """A draft in the engine that serves it, beside plain decoding there.
+
+    Attributes:
+        name, version: of the engine. command: that started it with the draft; None: it ran already.
+        tokens_per_second, baseline_tokens_per_second: with the draft, and plain; a prompt takes the median of its
+            repeats. ``..._interval``: 95 % bootstrap intervals, None for a single prompt. ``baseline...``, ``speedup``
+            and ``verdict``: None for a server that ran already, which cannot be asked for plain decoding.
+        tau: tokens per target step in which something was drafted: 1 + accepted / steps.
+        acceptance: accepted share of the drafted tokens that were tried, as ``AcceptanceStatistics.acceptance``; None
+            where the engine does not count by position.
+        acceptance_by_position: of those tried at the first, second, ... place; empty where it does not.
+        accepted_share: accepted tokens over all drafted ones. ``..._interval``: over prompts.
+        drafted, accepted, steps: as counted. divergences: greedy outputs that differ from peftlab's plain ones.
+        lossless: no output with the draft differs from the engine's own plain one; None without plain decoding.
+    """
+
+    name: str
+    version: str
+    command: str | None
+    tokens_per_second: float
+    tokens_per_second_interval: Interval
+    baseline_tokens_per_second: float | None
+    baseline_tokens_per_second_interval: Interval
+    speedup: float | None
+    speedup_interval: Interval
+    verdict: str | None
+    tau: float | None
+    acceptance: float | None
+    acceptance_by_position: list[float]
+    accepted_share: float | None
+    accepted_share_interval: Interval
+    drafted: int
+    accepted: int
+    steps: int
+    lossless: bool | None
+    divergences: list[PromptDivergence]
+
+    @property
+    def title(self) -> str:
+        """Return what tables call the draft in this engine."""
+        return f"draft in {self.name}"
 
 
 def verdict(speedup: float, interval: Interval, doubts: Sequence[str] = ()) -> str:

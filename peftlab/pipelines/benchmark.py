@@ -28,6 +28,7 @@ from peftlab.decoding.cache import CacheMemory, Engine, cache_memory
 from peftlab.decoding.decode import Drafter, Fixed, PolicyFactory, PolicyInputs, fixed
 from peftlab.decoding.measurements import (
     BenchmarkResult,
+    EngineResult,
     MeasuredStepTimes,
     Stopwatch,
     measure_times,
@@ -62,9 +63,11 @@ from peftlab.drafting.base import (
 )
 from peftlab.drafting.table import find_draft
 from peftlab.drafting.text import index_corpus, read_documents
+from peftlab.environment import __version__
 from peftlab.errors import PeftlabError
 from peftlab.files import to_json
 from peftlab.models.quantised import torch_dtype
+from peftlab.pipelines.served import OWN, check_engine, measure_in_engine
 from peftlab.registry import resolve
 from peftlab.tasks.prompts import encode, read_prompts, spread
 
@@ -331,6 +334,7 @@ class DraftBenchmark(MeasurementSettings):
         weights: of the ``target`` and of the ``draft``, if that is a model of its own.
         example: the first prompt's output, with the tokens that the first drafter drafted for it.
         result: plain decoding and drafters on the same prompts.
+        engine: the same prompts and draft inside the engine that serves them; None: in peftlab alone.
     """
 
     gamma: int
@@ -341,10 +345,15 @@ class DraftBenchmark(MeasurementSettings):
     weights: dict[str, StoredWeights]
     example: DraftedText
     result: BenchmarkResult
+    engine: EngineResult | None = None
 
     def as_json(self) -> dict[str, object]:
-        """Return the settings and the keys of the result in one object."""
-        return self.settings() | self.result.as_json()
+        """Return the settings and the keys of the result in one object; ``drafters`` has the engine's figures, too."""
+        values: dict[str, object] = self.settings() | self.result.as_json()
+        if self.engine is None:
+            return values | {"engine": {"name": OWN, "version": __version__}}
+        drafters = to_json(self.result.drafters) | {self.engine.title: to_json(self.engine)}
+        return values | {"engine": to_json(self.engine), "drafters": drafters}
 
     def lines(self) -> list[str]:
         """Return a line each about models, settings and the storage of weights."""
@@ -396,6 +405,7 @@ def benchmark(
     repeats: int = 3,
     max_prompts: int | None = None,
     pool: bool = False,
+    engine: str = OWN,
 ) -> DraftBenchmark:
     """Time plain and speculative decoding in turn on the same prompts.
 
@@ -406,6 +416,7 @@ def benchmark(
         drafters: those without a model, as ``decoding.table.MODEL_FREE`` names them; none: one of each. ``pearl`` is
             the draft at work beside the target, ``one_pass`` a gated LoRA in the target's own steps.
         pool: also time ``batch_size`` sequences in a pool that takes the next prompt as soon as one ends.
+        engine: ``peftlab``; or ``vllm`` or the URL of a running server: the draft alone, measured here and there.
 
     Raises:
         PeftlabError: a setting, the prompts, target or draft cannot be used.
@@ -414,6 +425,8 @@ def benchmark(
 
     # Refuse settings that cannot work before anything is loaded.
     length = options.length()
+    if engine != OWN:
+        _check_for_engine(engine, draft, drafters, options, batch_size, pool)
     for name in drafters:
         needs_draft(name, draft)
     names = [name if name in (PEARL, ONE_PASS) else model_free(name).text for name in drafters or MODEL_FREE]
@@ -433,6 +446,7 @@ def benchmark(
     pair = options.load(target, draft)
     watches = watched(pair)
     names = [*(("draft", SUFFIX_AND_DRAFT) if pair.drafts else ()), *dict.fromkeys(names)]
+    names = names if engine == OWN else ["draft"]
     made: dict[str, Callable[[], Drafter]] = {
         name: partial(make_drafter, name, pair, options.width, options.grow()) for name in names
     }
@@ -446,7 +460,14 @@ def benchmark(
     first, make = next(iter(made.items()))
     if pool:
         result = replace(result, pool=measure_pool(pair.target, first, make, questions, settings))
-    fitting = next(question for question in questions if fits(pair.target, question))
+    fitting = [question for question in questions if fits(pair.target, question)]
+    served = None
+    if engine != OWN and draft is not None:
+        served = measure_in_engine(
+            engine, target=target, draft=draft, dtype=options.dtype, gamma=options.gamma, questions=fitting,
+            max_new_tokens=options.max_new_tokens, repeats=repeats, own=pair.target,
+            plain={prompt.id: prompt.baseline_ids for prompt in result.prompts},
+        )  # fmt: skip
     return DraftBenchmark(
         target=target,
         draft=draft,
@@ -459,9 +480,26 @@ def benchmark(
         tree=options.tree,
         verify=options.verify,
         weights=stored_weights(pair, options),
-        example=drafted_text(pair.target, settings, first, make(), fitting, pair.tokenizer),
+        example=drafted_text(pair.target, settings, first, make(), fitting[0], pair.tokenizer),
         result=result,
+        engine=served,
     )
+
+
+def _check_for_engine(
+    engine: str, draft: str | None, drafters: Sequence[str], options: DecodingOptions, batch_size: int, pool: bool
+) -> None:
+    """Refuse an engine that is not there, and settings that it cannot follow: greedy chains of gamma alone."""
+    check_engine(engine)
+    if draft is None:
+        raise PeftlabError(f"--engine {engine}: needs the draft that it serves; give --draft")
+    default, chain = DecodingOptions(), replace(options, width=None if options.width == 1 else options.width)
+    names = ("temperature", "top_k", "top_p", "policy", "width", "tree", "verify", "lossy", "draft_window", "corpus")
+    given = [name for name in names if getattr(chain, name) != getattr(default, name)]
+    given += ["drafter"] * bool(drafters) + ["batch_size"] * (batch_size != 1) + ["pool"] * pool
+    if given:
+        flags = ", ".join("--" + name.replace("_", "-") for name in given)
+        raise PeftlabError(f"--engine {engine}: decodes greedily, one prompt at a time, in chains; without {flags}")
 
 
 def plan_draft(

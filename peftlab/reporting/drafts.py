@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -21,7 +21,7 @@ from peftlab.reporting.pages import INK, SERIES, Plot, acceptance_plots, drafted
 if TYPE_CHECKING:
     from peftlab.decoding.benchmark import DraftedText
     from peftlab.decoding.cache import CacheMemory
-    from peftlab.decoding.measurements import BenchmarkResult, DrafterResult, Interval
+    from peftlab.decoding.measurements import BenchmarkResult, DrafterResult, EngineResult, Interval
     from peftlab.decoding.planning import AcceptanceGain, BatchPlan, DraftPlan
     from peftlab.decoding.theory import Choice, KindAdvice, Theory
     from peftlab.drafting.live import StreamResults, WindowResult
@@ -166,8 +166,12 @@ def plan_plots(plan: DraftPlan | MeasuredAdvice) -> list[Plot]:
 # Benchmarks
 
 
-def bench_tables(result: BenchmarkResult) -> list[TextTable]:
-    """Return the tables of a benchmark."""
+def bench_tables(result: BenchmarkResult, engine: EngineResult | None = None) -> list[TextTable]:
+    """Return the tables of a benchmark.
+
+    Args:
+        result: in peftlab. engine: the same draft inside the engine that serves it, if it was measured there.
+    """
 
     def row(name: str, of: DrafterResult) -> list[str]:
         found = of.statistics
@@ -180,8 +184,16 @@ def bench_tables(result: BenchmarkResult) -> list[TextTable]:
     baseline = ["plain", f"{first.baseline_tokens_per_second:.1f}", "1.00x", "1.00", "-", "-"]
     drafters = [baseline, *(row(name, of) for name, of in result.drafters.items())]
     header = ["drafter", "tokens/s", "speed", "tau", "alpha", "lossless"]
-    positions = [(str(i), finite(alpha)) for i, alpha in enumerate(first.statistics.acceptance_by_position, start=1)]
-    tables = [TextTable("decoding", header, drafters), TextTable(_POSITIONS, ["position", "alpha"], positions)]
+    here = first.statistics.acceptance_by_position
+    places: list[Sequence[str]] = [(str(i), finite(alpha)) for i, alpha in enumerate(here, start=1)]
+    positions = TextTable(_POSITIONS, ["position", "alpha"], places)
+    if engine is not None:
+        drafters += _engine_rows(engine)
+        if engine.acceptance_by_position:
+            both = zip_longest(here, engine.acceptance_by_position)
+            places = [(str(i), finite(mine), finite(there)) for i, (mine, there) in enumerate(both, start=1)]
+            positions = TextTable(_POSITIONS, ["position", "alpha", f"in {engine.name}"], places)
+    tables = [TextTable("decoding", header, drafters), positions]
     if len(result.categories) > 1:
         rows = [
             (name, str(of.prompts), finite(of.tau), finite(of.acceptance), finite(of.speedup))
@@ -191,12 +203,50 @@ def bench_tables(result: BenchmarkResult) -> list[TextTable]:
     return tables
 
 
-def bench_facts(result: BenchmarkResult, warnings: Sequence[str]) -> list[str]:
+def _engine_rows(engine: EngineResult) -> list[list[str]]:
+    """Return the rows of plain decoding and of the draft inside an engine."""
+    rows = []
+    if engine.baseline_tokens_per_second is not None:
+        rows.append([f"plain in {engine.name}", f"{engine.baseline_tokens_per_second:.1f}", "1.00x", "1.00", "-", "-"])
+    speed = "-" if engine.speedup is None else f"{engine.speedup:.2f}x{_between(engine.speedup_interval, 2)}"
+    lossless = {True: "yes", False: "no", None: "-"}[engine.lossless]
+    rates = [finite(engine.tau), finite(engine.acceptance)]
+    return [*rows, [engine.title, f"{engine.tokens_per_second:.1f}", speed, *rates, lossless]]
+
+
+def engine_facts(engine: EngineResult, own: DrafterResult) -> list[str]:
+    """Return a draft's figures inside an engine in sentences.
+
+    Args:
+        engine: there. own: in peftlab.
+    """
+    name = f"{engine.name} {engine.version}"
+    here = own.statistics.accepted / own.statistics.drafted if own.statistics.drafted else None
+    facts = [
+        f"{name}: {engine.accepted} of {engine.drafted} drafted tokens accepted, {finite(engine.accepted_share)}"
+        f"{_between(engine.accepted_share_interval, 3)}; in peftlab {finite(here)}"
+        f"{_between(own.accepted_share_interval, 3)}"
+    ]
+    near = sum(divergence.near_tie for divergence in engine.divergences)
+    if engine.divergences:
+        margins = ", ".join(f"{of.id} at token {of.position} (margin {of.margin:.3g})" for of in engine.divergences[:8])
+        more = len(engine.divergences) - 8
+        facts.append(
+            f"{name}: {len(engine.divergences)} outputs differ from peftlab's plain ones, {near} of them at a near "
+            f"tie: {margins}{f' and {more} more' if more > 0 else ''}"
+        )
+    else:
+        facts.append(f"{name}: all outputs are equal to peftlab's plain ones")
+    return facts if engine.verdict is None else [*facts, f"{engine.title}: {engine.verdict}"]
+
+
+def bench_facts(result: BenchmarkResult, warnings: Sequence[str], engine: EngineResult | None = None) -> list[str]:
     """Return a benchmark in sentences, the verdict last.
 
     Args:
         result: the benchmark.
         warnings: what its conditions make doubtful.
+        engine: the same draft inside the engine that serves it, if it was measured there.
     """
     facts = [f"warning: {w}" for w in warnings]
     found = result.drafters[result.drafter]
@@ -224,11 +274,16 @@ def bench_facts(result: BenchmarkResult, warnings: Sequence[str]) -> list[str]:
         facts.append(f"{len(found.divergences)} outputs differ from plain decoding, {near} of them at a near tie")
     if result.skipped:
         facts.append(f"{len(result.skipped)} prompts left out: longer than the model's context")
+    facts += [] if engine is None else engine_facts(engine, found)
     return [*facts, f"{result.drafter}: {found.verdict}"]
 
 
 def bench_page(
-    result: BenchmarkResult, warnings: Sequence[str], about: Sequence[str], example: DraftedText | None
+    result: BenchmarkResult,
+    warnings: Sequence[str],
+    about: Sequence[str],
+    example: DraftedText | None,
+    engine: EngineResult | None = None,
 ) -> str:
     """Return the page of a benchmark.
 
@@ -237,11 +292,15 @@ def bench_page(
         warnings: for the list of sentences.
         about: what was measured, in lines below the title.
         example: an output with its drafted tokens.
+        engine: the same draft inside the engine that serves it, if it was measured there.
     """
     require("matplotlib")
     first = result.drafters[result.drafter]
     rates = {"plain": first.baseline_tokens_per_second}
     rates |= {name: of.tokens_per_second for name, of in result.drafters.items()}
+    if engine is not None and engine.baseline_tokens_per_second is not None:
+        rates[f"plain in {engine.name}"] = engine.baseline_tokens_per_second
+    rates |= {} if engine is None else {engine.title: engine.tokens_per_second}
     speed_bars = [
         {
             "name": name,
@@ -259,8 +318,10 @@ def bench_page(
     context = {
         "title": "Draft benchmark",
         "about": about,
-        "notes": bench_facts(result, warnings)[:-1],
-        "tables": [table for table in bench_tables(result) if table.title != _POSITIONS],
+        "notes": bench_facts(result, warnings, engine)[:-1],
+        "tables": [
+            table for table in bench_tables(result, engine) if table.title != _POSITIONS or len(table.header) > 2
+        ],
         "plots": acceptance_plots(
             first.statistics.acceptance_by_position,
             {int(length): steps for length, steps in first.statistics.accepted_runs.items()},

