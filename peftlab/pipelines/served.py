@@ -38,7 +38,7 @@ from peftlab.decoding.measurements import (
 from peftlab.drafting.export import export_draft
 from peftlab.errors import PeftlabError, did_you_mean
 from peftlab.files import Json, member, parse_json
-from peftlab.models.pretrained import load_base, load_tokenizer
+from peftlab.models.load import load_base, load_tokenizer
 from peftlab.models.quantised import torch_dtype
 from peftlab.references import locate
 
