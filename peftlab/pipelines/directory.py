@@ -184,10 +184,24 @@ def provenance(seed: int, data_fingerprint: str, processes: int, device: torch.d
     }
 
 
+@contextmanager
+def stored_results(run_dir: Path, results: dict[str, Json]) -> Iterator[None]:
+    """Write ``results.json`` before measurements that may fail, and ``report.html``, which takes longer, if they do.
+
+    Args:
+        run_dir: the run's directory.
+        results: the contents of ``results.json``.
+    """
+    write_json(run_dir / "results.json", results)
+    try:
+        yield
+    except BaseException:
+        write_results(run_dir, results)
+        raise
+
+
 def write_results(run_dir: Path, results: dict[str, Json]) -> None:
     """Write ``results.json`` and ``report.html``, or print why there is no report.
-
-    Called before measurements too, so that a failing measurement does not lose the results.
 
     Args:
         run_dir: the run's directory.

@@ -61,7 +61,7 @@ from peftlab.models.config import measures_latency, merge_into
 from peftlab.models.costs import Cost
 from peftlab.models.load import load_config, load_tokenizer, storage
 from peftlab.pipelines.benchmark import HEAD_FILE, acceptance_head, draft_lengths
-from peftlab.pipelines.directory import provenance, run_directory, write_and_print_results, write_results
+from peftlab.pipelines.directory import provenance, run_directory, stored_results, write_and_print_results
 from peftlab.pipelines.merge import Latency, MergeCheck, merge_latency, verify_merge
 from peftlab.recipe.load import dump_recipe
 from peftlab.recipe.schema import DraftRecipe, injected_method
@@ -309,15 +309,15 @@ def _run(recipe: DraftRecipe, directory: Claim, resume: bool, device: str) -> Dr
     # Store the draft, read it back, and measure it.
     if accelerator.is_main_process:
         tokens = save_draft(recipe, draft, sets)
-        write_results(run_dir, results.as_json())
-        saved = _read_back(draft, tokens)
-        results.held_out = _held_out(draft, sets)
-        _measure(recipe, draft, problem, sets, saved, results)
-        served = draft.drafter(saved)
-        assert served is not None  # it has been saved
-        head = acceptance_head(str(run_dir), accelerator.device) if recipe.acceptance_head else None
-        after_speed = decoding_speed(recipe, served, sets.prompts[:_AFTER], draft.eos, head, draft.tokenizer)
-        results.decoding = Decoding(before_speed, after_speed, recipe.gamma)
+        with stored_results(run_dir, results.as_json()):
+            saved = _read_back(draft, tokens)
+            results.held_out = _held_out(draft, sets)
+            _measure(recipe, draft, problem, sets, saved, results)
+            served = draft.drafter(saved)
+            assert served is not None  # it has been saved
+            head = acceptance_head(str(run_dir), accelerator.device) if recipe.acceptance_head else None
+            after_speed = decoding_speed(recipe, served, sets.prompts[:_AFTER], draft.eos, head, draft.tokenizer)
+            results.decoding = Decoding(before_speed, after_speed, recipe.gamma)
         write_and_print_results(run_dir, results.as_json())
         print(results.repetition.line())
         print(f"acceptance {results.baseline_score:.4f} before, {results.score:.4f} after")

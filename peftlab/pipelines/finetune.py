@@ -44,7 +44,7 @@ from peftlab.models.architectures import inside, task_head
 from peftlab.models.config import BaseConfig, Into, measures_latency, merge_into
 from peftlab.models.costs import Cost
 from peftlab.models.load import eval_mode, load_base, load_config
-from peftlab.pipelines.directory import provenance, run_directory, write_and_print_results, write_results
+from peftlab.pipelines.directory import provenance, run_directory, stored_results, write_and_print_results
 from peftlab.pipelines.merge import EXAMPLES, Latency, MergeCheck, merge_latency, verify_merge
 from peftlab.recipe.load import dump_recipe
 from peftlab.recipe.schema import FinetuneRecipe, injected_method
@@ -336,15 +336,15 @@ def _write_run(
     if merging is not None:
         options = replace(merging, recipe=dump_recipe(recipe), training=training_section(card))
         merge_checkpoint(run_dir / "adapter", recipe.model, run_dir / "merged", options)
-        write_results(run_dir, results.as_json())
-        what = (run_dir / "adapter", recipe.model, run_dir / "merged", sample_inputs(task, EXAMPLES))
-        # On the CPU: beside the trained model, a device may lack the memory for two more.
-        results.merge = verify_merge(*what, trust_remote_code=trusted)
-        if measures_latency(recipe.merge):
-            device = next(model.parameters()).device
-            results.latency = merge_latency(*what, trust_remote_code=trusted, device=device)
-        if recipe.base.quantised:
-            results.merge_losses = _merge_losses(task, model, run_dir, recipe.model, merging)
+        with stored_results(run_dir, results.as_json()):
+            what = (run_dir / "adapter", recipe.model, run_dir / "merged", sample_inputs(task, EXAMPLES))
+            # On the CPU: beside the trained model, a device may lack the memory for two more.
+            results.merge = verify_merge(*what, trust_remote_code=trusted)
+            if measures_latency(recipe.merge):
+                device = next(model.parameters()).device
+                results.latency = merge_latency(*what, trust_remote_code=trusted, device=device)
+            if recipe.base.quantised:
+                results.merge_losses = _merge_losses(task, model, run_dir, recipe.model, merging)
     write_and_print_results(run_dir, results.as_json())
 
 

@@ -20,10 +20,14 @@ from tests.packages import MINILM
 DEAD = "http://127.0.0.1:9"  # nothing listens there
 
 
-def peftlab(*arguments: object, cache: Path, **env: str) -> subprocess.CompletedProcess[str]:
+def process(*arguments: str, cache: Path, **env: str) -> subprocess.CompletedProcess[str]:
     around = os.environ | {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": DEAD, "HF_HOME": str(cache), "NO_PROXY": "*"} | env
-    command = [sys.executable, "-m", "peftlab", *map(str, arguments)]
+    command = [sys.executable, *arguments]
     return subprocess.run(command, env=around, capture_output=True, text=True, timeout=300, check=False)
+
+
+def peftlab(*arguments: object, cache: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    return process("-m", "peftlab", *map(str, arguments), cache=cache, **env)
 
 
 def said(done: subprocess.CompletedProcess[str]) -> str:
@@ -32,8 +36,21 @@ def said(done: subprocess.CompletedProcess[str]) -> str:
     return " ".join(done.stderr.split())
 
 
-@pytest.mark.parametrize("verb", ["inspect", "merge", "run"])
-def test_a_model_that_is_nowhere(tmp_path: Path, verb: str) -> None:
+# Runs commands one after the other in one process, and prints the exit code and stderr of each.
+PROGRAM = """
+import contextlib, io, json, runpy, sys
+for arguments in json.loads(sys.argv[1]):
+    sys.argv, said, code = ["peftlab", *arguments], io.StringIO(), 0
+    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
+        try:
+            runpy.run_module("peftlab", run_name="__main__")
+        except SystemExit as end:
+            code = end.code
+    print(json.dumps([code, said.getvalue()]))
+"""
+
+
+def test_a_model_that_is_nowhere(tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.yaml"
     (tmp_path / "data.csv").write_text("text,label\n" + "good,yes\nbad,no\n" * 20)
     recipe.write_text(
@@ -46,13 +63,19 @@ def test_a_model_that_is_nowhere(tmp_path: Path, verb: str) -> None:
     )
     pair = {"base_model.model.q.lora_A.weight": torch.ones(1, 2), "base_model.model.q.lora_B.weight": torch.ones(2, 1)}
     save_file(pair, tmp_path / "adapter" / "adapter_model.safetensors")
-    arguments = {
-        "inspect": ["inspect", "me/nothing"],
-        "merge": ["merge", tmp_path / "adapter", "--base", "me/nothing", "-o", tmp_path / "merged"],
-        "run": ["run", recipe],
-    }[verb]
-    message = said(peftlab(*arguments, cache=tmp_path / "cache"))
-    assert "'me/nothing': no such directory, no such model in the hub's local cache" in message and DEAD in message
+    commands = [
+        ["inspect", "me/nothing"],
+        ["merge", str(tmp_path / "adapter"), "--base", "me/nothing", "-o", str(tmp_path / "merged")],
+        ["run", str(recipe)],
+    ]
+    done = process("-c", PROGRAM, json.dumps(commands), cache=tmp_path / "cache")
+    assert done.returncode == 0 and "Retry" not in done.stderr, done.stderr
+    for line, command in zip(done.stdout.splitlines(), commands, strict=True):
+        code, text = json.loads(line)
+        assert code == 2 and "Traceback" not in text and "Retry" not in text, (command, text)
+        message = " ".join(text.split())
+        assert "'me/nothing': no such directory, no such model in the hub's local cache" in message, command
+        assert DEAD in message, command
 
 
 def test_what_the_cache_holds_is_used(tmp_path: Path, minilm: str) -> None:

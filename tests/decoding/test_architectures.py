@@ -121,11 +121,19 @@ def parted_at_a_tie(model, prompt, want, got):
     return abs(logits[want[place]] - logits[got[place]]) < 1e-4 * logits.std()
 
 
-@pytest.mark.parametrize("how", DRAFTERS)
-def test_output_is_that_of_transformers(model, target, prompts, expected, how):
+@pytest.mark.parametrize(
+    ("how", "batches"),
+    [
+        ("plain", (1, 3, 8)),
+        ("chains", (8,)),
+        ("trees", (3,)),
+        *(pytest.param(how, (1, 3, 8), marks=pytest.mark.long) for how in ("chains", "trees")),
+    ],
+)
+def test_output_is_that_of_transformers(model, target, prompts, expected, how, batches):
     build, gamma = DRAFTERS[how]
     drafter = build and build(model)
-    for batch in (1, 3, 8):
+    for batch in batches:
         outputs = []
         for i in range(0, len(prompts), batch):
             outputs += decode(
@@ -138,12 +146,19 @@ def test_output_is_that_of_transformers(model, target, prompts, expected, how):
             assert 0 < statistics.accepted < statistics.drafted
 
 
-@pytest.mark.parametrize(("width", "gamma"), [(1, 4), (4, 12)])
-def test_a_layer_on_its_states(model, prompts, expected, width, gamma):
+@pytest.mark.parametrize(
+    ("width", "gamma", "batches"),
+    [
+        (1, 4, (8,)),
+        (4, 12, (3,)),
+        *(pytest.param(*how, (1, 3, 8), marks=pytest.mark.long) for how in ((1, 4), (4, 12))),
+    ],
+)
+def test_a_layer_on_its_states(model, prompts, expected, width, gamma, batches):
     """Chains and growing trees of an untrained EAGLE-3 layer: single rows and batches, past the window."""
     network = EagleStep(eagle(model))
     engine = build_engine(model, features=network.features)
-    for batch in (1, 3, 8):
+    for batch in batches:
         for i in range(0, len(prompts), batch):
             drafter, some = FeatureDrafter(network, width), prompts[i : i + batch]
             outputs = decode(engine, some, StoppingCriteria(NEW), drafter, policy=partial(Fixed, gamma))

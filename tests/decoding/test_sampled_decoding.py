@@ -24,7 +24,7 @@ from peftlab.drafting.target import truncate
 from peftlab.errors import PeftlabError
 from tests.eagle_models import trained_eagle
 
-SAMPLES = 1500
+SAMPLES = 1000
 SHARED = Goodput(MeasuredStepTimes({1: [1.0] * 5}, {1: 0.3}), 4)
 SAMPLING = Sampling(temperature=1.3, top_k=5, seed=7)
 
@@ -167,7 +167,7 @@ def test_every_tree_by_every_verifier_follows_the_target(stories_model, target, 
     assert p_value(law, outputs) > 1e-3
 
 
-@pytest.mark.parametrize("batch", [1, 3, 8])
+@pytest.mark.parametrize("batch", [pytest.param(1, marks=pytest.mark.long), 3, 8])
 @pytest.mark.parametrize("name", ["suffix+layers", "suffix+medusa tree"])
 def test_a_fused_tree_follows_the_target_in_every_batch(stories_model, target, prompt, law, name, batch):
     drafter, outputs, branched = DRAFTERS[name][0](stories_model), [], []
@@ -182,7 +182,7 @@ def test_a_fused_tree_follows_the_target_in_every_batch(stories_model, target, p
     assert any(branched) and p_value(law, outputs) > 1e-3
 
 
-@pytest.mark.parametrize("batch", [1, 3, 8])
+@pytest.mark.parametrize("batch", [pytest.param(1, marks=pytest.mark.long), 3, 8])
 def test_a_tree_that_grows_follows_the_target(stories_model, target, prompt, law, batch):
     """Each row has a tree of its own, as large as for a longer output."""
     drafter, outputs, trees = FeatureDrafter(trained_eagle(stories_model), width=4), [], []

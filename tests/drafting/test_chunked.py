@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
@@ -10,6 +8,7 @@ import torch
 
 from peftlab.drafting.objectives import OBJECTIVES, TopK, chunked_loss, topk_targets, weighted_mean
 from peftlab.errors import PeftlabError
+from tests.forked import python
 
 T, H, HT, V = 23, 6, 5, 17
 FROM_HIDDEN = [name for name in OBJECTIVES if name not in ("ce", "topk_kl")]
@@ -181,8 +180,10 @@ MEASURE = """
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux' /proc")
-def test_peak_memory_is_a_fraction_of_the_plain_one():
-    run = subprocess.run([sys.executable, "-c", textwrap.dedent(MEASURE)], capture_output=True, text=True, check=True)
+def test_peak_memory_is_a_fraction_of_the_plain_one(tmp_path):
+    (tmp_path / "measure.py").write_text(textwrap.dedent(MEASURE))
+    run = python(tmp_path / "measure.py")
+    assert run.returncode == 0, run.stderr
     start, after_chunked, after_plain = map(int, run.stdout.split())
     assert after_plain - start > 300_000  # kilobytes: the plain computation did need its [T, V] tensors
     assert after_chunked - start <= 0.4 * (after_plain - start)

@@ -22,7 +22,11 @@ def launched(*arguments: str, processes: int) -> None:
     assert not any(each.returncode for each in ended), "\n".join(each.stdout + each.stderr for each in ended)
 
 
-@pytest.mark.parametrize("method", ["null", "{name: lora, r: 2}"], ids=["frozen target", "trained target"])
+@pytest.mark.parametrize(
+    "method",
+    ["null", pytest.param("{name: lora, r: 2}", marks=pytest.mark.long)],
+    ids=["frozen target", "trained target"],
+)
 def test_heads(stories: Path, tmp_path: Path, method: str) -> None:
     small = [
         "data.samples=4",

@@ -162,8 +162,10 @@ def test_the_files_are_those_of_speculators(run: Path, stories: Path) -> None:
     assert torch.equal(tensors["lm_head.weight"], head[tokens]), "frozen rows of the target's head"
 
 
-@pytest.mark.parametrize("width", [1, 3])
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("width", "dtype"),
+    [(1, "fp32"), (3, "bf16"), *(pytest.param(*how, marks=pytest.mark.long) for how in ((1, "bf16"), (3, "fp32")))],
+)
 def test_bench(run: Path, stories: Path, tmp_path: Path, width: int, dtype: str) -> None:
     (tmp_path / "p.txt").write_text("Once upon a time\nThe sun\n")
     peftlab(

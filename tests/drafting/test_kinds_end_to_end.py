@@ -47,11 +47,16 @@ def recipe(stories: Path, out: Path, kind: str, *overrides: str) -> Any:
     return load_recipe("draft/ci", wanted)
 
 
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the runs are, and beside them the target's text."""
+    return tmp_path_factory.mktemp("kinds")
+
+
 @pytest.fixture(scope="module", params=KINDS)
-def run(request: pytest.FixtureRequest, stories: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
-    place = tmp_path_factory.mktemp(request.param) / "run"
-    run_recipe(recipe(stories, place, request.param))
-    return request.param, place
+def run(request: pytest.FixtureRequest, stories: Path, place: Path) -> tuple[str, Path]:
+    run_recipe(recipe(stories, place / request.param, request.param))
+    return request.param, place / request.param
 
 
 def test_a_run_resumes_to_the_same_bytes_and_decodes_exactly(run: tuple[str, Path], stories: Path) -> None:
@@ -133,18 +138,25 @@ def test_a_stream_is_answered_as_by_the_target_while_the_draft_learns(
         "draft={kind: model, truncate: {layers: [0, 4]}} method={name: lora, r: 4}",
     ],
 )
-def test_a_target_in_16_bits_and_mixed_precision(stories: Path, tmp_path: Path, sections: str) -> None:
+def test_a_target_in_16_bits_and_mixed_precision(stories: Path, place: Path, tmp_path: Path, sections: str) -> None:
     """``accelerate`` gives what a model returns in fp32, and the LM head stays as it is stored."""
     draft, method = sections.split(" method=")
-    half = ["base.dtype=bf16", "train.precision=bf16", "train.max_steps=2", "train.eval_every=1"]
-    overrides = [f"target={stories}", draft, f"method={method}", *SMALL, *half, f"output_dir={tmp_path / 'run'}"]
+    half = ["base.dtype=bf16", "train.precision=bf16", "train.max_steps=2", "data.max_new_tokens=8", "data.held_out=1"]
+    half += [f"data.cache={place / 'draft-data'}", f"output_dir={tmp_path / 'run'}"]
+    overrides = [f"target={stories}", draft, f"method={method}", *SMALL, *half]
     results = run_recipe(load_recipe("draft/ci", overrides))
     assert 0 < results.metrics["prompts"]["acceptance"] <= 1
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_a_draft_writes_its_own_text_in_mixed_precision(stories: Path, tmp_path: Path, dtype: str) -> None:
-    half = [f"base.dtype={dtype}", "train.precision=bf16", "train.max_steps=2", f"output_dir={tmp_path / 'run'}"]
+    half = [
+        f"base.dtype={dtype}",
+        "train.precision=bf16",
+        "train.max_steps=2",
+        "data.max_new_tokens=8",
+        f"output_dir={tmp_path / 'run'}",
+    ]
     draft = ["draft={kind: model, truncate: {layers: [0, 4]}}", "method={name: lora, r: 4}", "data.on_policy=1"]
     overrides = [f"target={stories}", *draft, *SMALL, *half]
     results = run_recipe(load_recipe("draft/ci", overrides))

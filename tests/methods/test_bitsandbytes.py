@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import transformers
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -19,6 +20,7 @@ import peftlab
 from peftlab.methods.config import FullConfig, HeadConfig
 from peftlab.methods.inject import count_parameters, is_injected
 from peftlab.models.quantised import dequantised, is_quantised, quantised_linears
+from tests.forked import two
 
 pytest.importorskip("bitsandbytes")
 SIZE: dict[str, Any] = {
@@ -250,10 +252,10 @@ def _shaken(place: Path) -> Any:
     return model.train()
 
 
-@pytest.mark.slow
 def test_two_processes_have_the_gradients_of_one(llama: Path, tmp_path: Path) -> None:
     (tmp_path / "llama").symlink_to(llama)
-    mp.spawn(_worker, (str(tmp_path),), nprocs=2)
+    ended = two(__file__, tmp_path)
+    assert not any(each.returncode for each in ended), "\n".join(each.stderr for each in ended)
     model = _shaken(llama)
     model(IDS, labels=IDS).loss.backward()
     for rank in range(2):
@@ -284,3 +286,7 @@ def test_a_base_that_was_used_before_the_injection_trains(how: str, tmp_path: Pa
         assert (
             torch.nn.functional.cosine_similarity(gradient.flatten(), expected_gradients[name].flatten(), dim=0) > 0.99
         )
+
+
+if __name__ == "__main__":
+    _worker(int(os.environ["RANK"]), sys.argv[1])

@@ -31,6 +31,16 @@ from peftlab.methods.inject import count_parameters, injection_of, is_injected, 
 from peftlab.models.architectures import task_head
 
 every = pytest.mark.parametrize(("method", "architecture"), COMBINATIONS)
+WITH_EVERY_METHOD = ("bert", "gpt2", "t5")
+
+
+def covering(combinations):
+    """Parametrise by each method and each architecture; the other combinations are for `make test-long`."""
+    marked = [
+        pytest.param(m, a, marks=() if m == "lora" or a in WITH_EVERY_METHOD else pytest.mark.long)
+        for m, a in combinations
+    ]
+    return pytest.mark.parametrize(("method", "architecture"), marked)
 
 
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
@@ -128,7 +138,7 @@ def test_disabled_and_removed_are_the_base_model(method, architecture):
     assert torch.equal(logits(model, inputs), logits(plain, inputs))
 
 
-@every
+@covering(COMBINATIONS)
 def test_state_dict_keys_are_stable(method, architecture, tmp_path):
     plain = list(base(architecture).state_dict())
     model = injected(method, architecture)
@@ -141,10 +151,7 @@ def test_state_dict_keys_are_stable(method, architecture, tmp_path):
     assert list(model.state_dict()) == keys
 
 
-@pytest.mark.parametrize(
-    ("method", "architecture"),
-    [(m, a) for m, a in COMBINATIONS if a not in ("albert", "mpnet")],  # transformers has none for these
-)
+@covering([(m, a) for m, a in COMBINATIONS if a not in ("albert", "mpnet")])  # transformers has none for these
 def test_gradient_checkpointing_gives_the_same_gradients(method, architecture):
     model = trained(method, architecture)
     inputs, gradients = batch(architecture), []
@@ -162,7 +169,7 @@ def test_gradient_checkpointing_gives_the_same_gradients(method, architecture):
     copy.deepcopy(model)  # a finished pass leaves nothing behind that a copy would stumble over
 
 
-@every
+@covering(COMBINATIONS)
 def test_copies_and_pickles(method, architecture):
     inputs = batch(architecture)
     model = trained(method, architecture)
@@ -201,13 +208,13 @@ def test_bitfit_names_the_alternatives_where_there_are_no_biases(architecture):
     assert all(p.requires_grad for p in model.parameters())
 
 
-COMPILED = [
-    ("lora", "bert", {}),
+COMPILED = [  # LoRA and Houlsby in BERT by inductor, below
+    pytest.param("lora", "bert", {}, marks=pytest.mark.long),
     ("lora", "gpt2", {}),
     ("lora", "llama", {}),
-    ("houlsby", "bert", {}),
+    pytest.param("houlsby", "bert", {}, marks=pytest.mark.long),
     ("houlsby", "bert", {"placement": "parallel"}),
-    ("houlsby", "llama", {"placement": "parallel"}),
+    pytest.param("houlsby", "llama", {"placement": "parallel"}, marks=pytest.mark.long),
     ("bitfit", "bert", {}),
 ]
 

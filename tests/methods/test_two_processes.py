@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import pytest
+import os
+import sys
+
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from tiny_models import batch, trained
 from torch.nn.parallel import DistributedDataParallel
 
 from peftlab.methods.inject import trainable_parameters
+from tests.forked import two
 
 COMBINATIONS = [("lora", "llama"), ("houlsby", "bert"), ("bitfit", "bert")]
 
@@ -30,12 +32,12 @@ def _worker(rank: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.slow
 def test_gradients_of_two_processes_are_those_of_one(tmp_path):
     models = {method: trained(method, architecture) for method, architecture in COMBINATIONS}
     for method, model in models.items():
         torch.save(model, tmp_path / f"{method}.pt")
-    mp.spawn(_worker, (str(tmp_path),), nprocs=2)
+    ended = two(__file__, tmp_path)
+    assert not any(each.returncode for each in ended), "\n".join(each.stderr for each in ended)
     parts = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2)]
     for method, architecture in COMBINATIONS:
         model = models[method]
@@ -43,3 +45,7 @@ def test_gradients_of_two_processes_are_those_of_one(tmp_path):
         for name, parameter in trainable_parameters(model).items():
             for part in parts:
                 torch.testing.assert_close(part[method][name], parameter.grad, rtol=1e-4, atol=1e-6, msg=name)
+
+
+if __name__ == "__main__":
+    _worker(int(os.environ["RANK"]), sys.argv[1])
