@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -30,6 +31,15 @@ def shared() -> Path:
     if not path.is_dir():
         pytest.skip("no ../shared beside the checkout")
     return path
+
+
+@pytest.fixture(scope="module")
+def empty_plots() -> Iterator[None]:
+    """Leave the plots of reports empty: to draw them takes a third of a tiny run, and tests/reporting does it."""
+    figure = pytest.importorskip("matplotlib.figure").Figure
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(figure, "savefig", lambda self, file, **options: file.write('<svg viewBox="0 0 1 1"></svg>'))
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -24,13 +24,9 @@ def rows(tmp_path_factory):
     return tiny.save_rows(tmp_path_factory.mktemp("rows") / "rows.csv")
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _empty_plots():
-    """Leave the plots of reports empty: to draw them takes a third of a tiny run, and tests/reporting does it."""
-    figure = pytest.importorskip("matplotlib.figure").Figure
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(figure, "savefig", lambda self, file, **options: file.write('<svg viewBox="0 0 1 1"></svg>'))
-        yield
+@pytest.fixture(scope="module", autouse=True)
+def _quick_reports(empty_plots):
+    pass
 
 
 @pytest.fixture(scope="session", autouse=True)
