@@ -1,4 +1,4 @@
-"""Tables whose rows name their code instead of importing it, and which other distributions add rows to.
+"""What recipes are composed of: tables of methods, tasks and drafts, and the base class of their sections.
 
 A row is a frozen dataclass whose fields name classes and functions as ``"module:attribute"``; ``resolve`` imports one
 when it is used. So reading a table, as validating a recipe does, imports neither torch nor transformers.
@@ -15,9 +15,12 @@ from collections.abc import Iterator, Mapping
 from functools import cache, cached_property
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
-from typing import Generic, TypeVar
+from typing import Annotated, Generic, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field
 
 from peftlab.errors import PeftlabError, did_you_mean
+from peftlab.files import Json
 from peftlab.untyped import Named
 
 RowT = TypeVar("RowT")
@@ -106,3 +109,18 @@ class Registry(Mapping[str, RowT], Generic[RowT]):
 
 def _owner(entry: EntryPoint) -> str:
     return entry.dist.name if entry.dist is not None else "an unknown distribution"
+
+
+# --- Sections of a recipe.
+Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]
+"""A seed that python's, numpy's and torch's generators all take."""
+
+
+class Section(BaseModel):
+    """Base of every section of a recipe: unknown keys are refused, and values cannot change after validation."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+    def as_json(self) -> dict[str, Json]:
+        """Return the values under the names that a recipe gives them."""
+        return self.model_dump(mode="json", by_alias=True)

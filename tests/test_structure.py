@@ -19,7 +19,6 @@ LAYERS = (
         "errors",
         "files",
         "references",
-        "section",
         "registry",
         "patterns",
         "remote",

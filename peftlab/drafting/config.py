@@ -13,7 +13,7 @@ from peftlab.decoding.table import TIMES, NamedRule, Window
 from peftlab.decoding.theory import FEATURE_TREE, REDUCED, DraftCost, TargetWeights
 from peftlab.methods.config import METHODS, MethodConfig
 from peftlab.models.config import MergeConfig, PlainDtype
-from peftlab.section import Section, Seed
+from peftlab.registry import Section, Seed
 
 
 class DraftObjective(Section):

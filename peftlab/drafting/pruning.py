@@ -27,7 +27,7 @@ from peftlab.drafting.target import layer_stack, truncate
 from peftlab.drafting.text import Collate, weights_digest, write_missing
 from peftlab.errors import PeftlabError
 from peftlab.files import Json, replacing
-from peftlab.section import Section
+from peftlab.registry import Section
 from peftlab.training.order import epoch_batches
 
 

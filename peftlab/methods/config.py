@@ -19,8 +19,7 @@ from pydantic.json_schema import SkipJsonSchema
 
 from peftlab.errors import PeftlabError
 from peftlab.patterns import matching
-from peftlab.registry import Registry, resolve
-from peftlab.section import Section
+from peftlab.registry import Registry, Section, resolve
 
 if TYPE_CHECKING:
     import peft

@@ -15,7 +15,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from peftlab.errors import PeftlabError
 from peftlab.files import is_url, read_object
 from peftlab.references import local_copy, locate, similar_path, snapshot
-from peftlab.section import Section
+from peftlab.registry import Section
 
 PlainDtype = Literal["fp32", "bf16", "fp16"]
 CONFIG_FILE = "adapter_config.json"

@@ -16,9 +16,8 @@ from peftlab.errors import PeftlabError
 from peftlab.files import is_url
 from peftlab.methods.config import METHODS, LoraConfig, MethodConfig, config_class
 from peftlab.models.config import Base, BaseConfig, MergeConfig
-from peftlab.registry import resolve
+from peftlab.registry import Section, Seed, resolve
 from peftlab.remote import check_url
-from peftlab.section import Section, Seed
 from peftlab.tasks.table import TASKS, DataConfig, GenerateConfig, PreferenceObjective, Problem, Task, find_task
 from peftlab.training.config import TrainConfig
 

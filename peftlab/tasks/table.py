@@ -16,8 +16,7 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator, model_validator
 
 from peftlab.errors import PeftlabError
-from peftlab.registry import Registry
-from peftlab.section import Section, Seed
+from peftlab.registry import Registry, Section, Seed
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import ConfigDict, Field, model_validator
 
 from peftlab.errors import PeftlabError
-from peftlab.section import Section, Seed
+from peftlab.registry import Section, Seed
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
