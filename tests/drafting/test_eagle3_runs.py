@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +98,7 @@ def test_lora_tunes_a_trained_layer(run: Path, stories: Path, place: Path) -> No
 
 def test_resumed_equals_uninterrupted(run: Path, stories: Path, place: Path) -> None:
     cut = place / "cut"
-    go(stories, cut)
+    shutil.copytree(run, cut)
     sorted((cut / "checkpoints").glob("step-*.pt"))[-1].unlink()
     (cut / "results.json").unlink()
     go(stories, cut, resume=True)
