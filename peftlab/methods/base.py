@@ -47,9 +47,9 @@ def from_layer(model: nn.Module, plan: Plan, first: int, whole: Iterable[str]) -
     """
     whole = list(whole)
     names = [name for name, _ in model.named_parameters() if not inside(name, whole)]
-    there = sorted({number for name in names if (number := layer_index(name)) is not None})
-    if first not in there:
-        numbers = f"there are {there[0]} to {there[-1]}" if there else "the model has no numbered layers"
+    present = sorted({number for name in names if (number := layer_index(name)) is not None})
+    if first not in present:
+        numbers = f"there are {present[0]} to {present[-1]}" if present else "the model has no numbered layers"
         raise PeftlabError(f"train.layers.from (first_layer): no layer {first}; {numbers}")
 
     def trains(name: str) -> bool:
@@ -59,7 +59,7 @@ def from_layer(model: nn.Module, plan: Plan, first: int, whole: Iterable[str]) -
     part = Plan({n: make for n, make in plan.replace.items() if trains(n)}, [n for n in plan.train if trains(n)])
     if all(inside(name, whole) for name in (*part.replace, *part.train)):
         raise PeftlabError(
-            f"train.layers.from (first_layer): the method trains nothing in layers {first} to {there[-1]}"
+            f"train.layers.from (first_layer): the method trains nothing in layers {first} to {present[-1]}"
         )
     return part
 
@@ -480,9 +480,11 @@ class BatchRows:
         key = (length, numbers, device)
         if key not in self._known:
             times = length // len(self.numbers)
-            mine = [row * times + i for row, n in enumerate(self.numbers) if n in numbers for i in range(times)]
-            one = mine[-1] - mine[0] + 1 == len(mine)
-            self._known[key] = slice(mine[0], mine[-1] + 1) if one else torch.tensor(mine, device=device)
+            positions = [row * times + i for row, n in enumerate(self.numbers) if n in numbers for i in range(times)]
+            adjacent = positions[-1] - positions[0] + 1 == len(positions)
+            self._known[key] = (
+                slice(positions[0], positions[-1] + 1) if adjacent else torch.tensor(positions, device=device)
+            )
         return self._known[key]
 
 

@@ -77,11 +77,11 @@ def load_base(
         PeftlabError: the model cannot be loaded; the library's reason is given. Or a parameter of the body has another
             shape in the checkpoint.
     """
-    told: Attributes = {"revision": revision, **options}
+    arguments: Attributes = {"revision": revision, **options}
     if quantised is not None:
-        model, fresh = _load_quantised(reference, auto_class, quantised, dtype, told)
+        model, fresh = _load_quantised(reference, auto_class, quantised, dtype, arguments)
     else:
-        model, fresh = _load_weights(reference, auto_class, dtype=dtype, **told)
+        model, fresh = _load_weights(reference, auto_class, dtype=dtype, **arguments)
         if any(quantised_linears(model)):  # as the checkpoint is stored
             _settle(model, dtype)
     model.config._name_or_path = reference
@@ -105,8 +105,8 @@ def _load_weights(
     import transformers
 
     loader = getattr(transformers, auto_class).from_pretrained
-    told = {"output_loading_info": True, "ignore_mismatched_sizes": True, **options}
-    model, info = _load(reference, loader, _CONFIG, revision=revision, **told)
+    arguments = {"output_loading_info": True, "ignore_mismatched_sizes": True, **options}
+    model, info = _load(reference, loader, _CONFIG, revision=revision, **arguments)
     resized = _resized_head(model, info["mismatched_keys"], reference)
     if getattr(model.config, "quantization_config", None) is not None and _gguf(reference):
         # The tensors are dequantised; with this entry, saved copies would be loaded as quantised.
@@ -147,9 +147,9 @@ def _load_quantised(
         model, fresh = _load_weights(reference, auto_class, **options)
         quantise(model, _bitsandbytes(base, dtype, [*_kept(model), *_owners(fresh)]))
     else:
-        told = {key: options[key] for key in ("revision", "trust_remote_code") if key in options}
+        arguments = {key: options[key] for key in ("revision", "trust_remote_code") if key in options}
         trust = bool(options.get("trust_remote_code"))
-        kept = _kept(empty_model(auto_class, load_config(reference, **told), trust_remote_code=trust))
+        kept = _kept(empty_model(auto_class, load_config(reference, **arguments), trust_remote_code=trust))
         how = _bitsandbytes(base, dtype, kept)
         model, fresh = _load_weights(reference, auto_class, quantization_config=how, **options)
         if untrained := [name for name, _ in quantised_linears(model) if name in _owners(fresh)]:

@@ -260,8 +260,8 @@ def base_format(model: nn.Module) -> BaseFormat | None:
         return BaseFormat("int8", False, 0, _NAMES[compute], left, name, digest([codes]))
     state = first.weight.quant_state
     compute = first.compute_dtype or state.dtype
-    said = "" if getattr(state, "packing_format_for_cpu", False) else digest([codes])
-    return BaseFormat(state.quant_type, state.nested, state.blocksize, _NAMES[compute], left, name, said)
+    codes_digest = "" if getattr(state, "packing_format_for_cpu", False) else digest([codes])
+    return BaseFormat(state.quant_type, state.nested, state.blocksize, _NAMES[compute], left, name, codes_digest)
 
 
 def digest(parts: Iterable[Tensor]) -> str:

@@ -169,7 +169,7 @@ def _explicit(model: nn.Module, chosen: list[str] | str, names: list[str]) -> li
                 if has_suffix(name, target) and not any(has_suffix(leaf, target) for leaf in names):
                     raise PeftlabError(
                         f"target_modules: {target!r} is a {type(module).__name__} ({name}); "
-                        f"{reason_against(model, name)}"
+                        f"{why_not_adaptable(model, name)}"
                     ) from None
         raise
 
@@ -232,11 +232,11 @@ def in_layers(
     patterns = [pattern] if isinstance(pattern, str) else pattern or []
     numbers = {name: layer_index(name, patterns) for name in names}
     wanted = [layers] if isinstance(layers, int) else list(layers)
-    there = sorted({number for number in numbers.values() if number is not None})
-    missing = [number for number in wanted if number not in there]
+    present = sorted({number for number in numbers.values() if number is not None})
+    missing = [number for number in wanted if number not in present]
     if missing:
-        raise PeftlabError(f"layers_to_transform: no layer {missing[0]}; there are {there[0]} to {there[-1]}"
-                           if there else "layers_to_transform: the targets are in no numbered layer")  # fmt: skip
+        raise PeftlabError(f"layers_to_transform: no layer {missing[0]}; there are {present[0]} to {present[-1]}"
+                           if present else "layers_to_transform: the targets are in no numbered layer")  # fmt: skip
     return [name for name, number in numbers.items() if number in wanted]
 
 
@@ -244,8 +244,10 @@ def _expert_targets(model: nn.Module, config: LoraConfig) -> dict[str, list[str]
     """Return the parameters to adapt by the module that holds them."""
     if not config.target_parameters:
         return {}
-    here, lines = _parameters(model), [f"{name}.weight" for name in _linear(model, adaptable(model))]
-    named = [n for n in match([*here, *lines], config.target_parameters, what="target_parameters") if n in set(here)]
+    outside, linear = _parameters(model), [f"{name}.weight" for name in _linear(model, adaptable(model))]
+    named = [
+        n for n in match([*outside, *linear], config.target_parameters, what="target_parameters") if n in set(outside)
+    ]
     found: dict[str, list[str]] = {}
     for name in in_layers(named, config.layers_to_transform, config.layers_pattern):
         module, _, parameter = name.rpartition(".")
@@ -369,17 +371,17 @@ def shared_outside(model: nn.Module, modules: Iterable[str]) -> dict[str, list[s
     Args:
         model: before injection. modules: names of modules that train whole.
     """
-    here = dict(model.named_modules())
+    every = dict(model.named_modules())
     users: dict[int, list[str]] = defaultdict(list)
-    for name, module in here.items():
+    for name, module in every.items():
         for parameter in module._parameters.values():
             if parameter is not None:
                 users[id(parameter)].append(name)
     found: dict[str, list[str]] = {}
     for container in modules:
-        if container not in here:  # a parameter of a head, not a module
+        if container not in every:  # a parameter of a head, not a module
             continue
-        for name, leaf in here[container].named_modules(prefix=container):
+        for name, leaf in every[container].named_modules(prefix=container):
             keys = [
                 key
                 for key, parameter in leaf._parameters.items()
@@ -446,25 +448,25 @@ def _skipped_without_gradient(model: nn.Module) -> list[str]:
     return [f"{name}.self_attn".lstrip(".") for name in layers]
 
 
-def reason_against(model: nn.Module, name: str) -> str:
+def why_not_adaptable(model: nn.Module, name: str) -> str:
     """Return why LoRA does not act on the module ``name``."""
     if inside(name, never_called(model)):
         return "attention uses its weights and never calls it; name the MultiheadAttention"
     if inside(name, _skipped_without_gradient(model)):
         return "without gradients torch's TransformerEncoderLayer uses its weights and does not call it"
     acts_on = f"LoRA acts on {', '.join(kind.__name__ for kind in leaves())} outside the task head"
-    return why_not(model.get_submodule(name)) or acts_on
+    return why_unsupported(model.get_submodule(name)) or acts_on
 
 
 def leaf_kind(module: nn.Module) -> type[LowRank] | None:
     """Return the leaf that adapts ``module``, or None: it is of no class in ``leaves()``, or of a subclass that
-    computes something else with its weight (``why_not``)."""
+    computes something else with its weight (``why_unsupported``)."""
     known = leaves()
     kind = next((known[base] for base in type(module).__mro__ if base in known), None)
-    return kind if kind is not None and not why_not(module) else None
+    return kind if kind is not None and not why_unsupported(module) else None
 
 
-def why_not(module: nn.Module) -> str:
+def why_unsupported(module: nn.Module) -> str:
     """Return why LoRA cannot act on an instance of a subclass of a class in ``leaves()``; "" for any other module."""
     if isinstance(module, nn.MultiheadAttention) and module.in_proj_weight is None:
         return "its queries, keys and values have different widths"
