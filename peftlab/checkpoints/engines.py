@@ -38,15 +38,16 @@ from peftlab.checkpoints.adapter_contents import (
     single_expert,
     split_experts,
 )
+from peftlab.checkpoints.gguf import GgufModel, write_lora
 from peftlab.checkpoints.merge_plan import MergeOptions, plan_merge, task_model
 from peftlab.checkpoints.peft_format import PREFIX
 from peftlab.checkpoints.tensors import write_tensors
 from peftlab.environment import version_of
 from peftlab.errors import PeftlabError, did_you_mean, reason
-from peftlab.files import staged_directory, write_json
+from peftlab.files import staged_directory, staged_file, write_json
 from peftlab.methods.config import METHODS, LoraConfig
 from peftlab.methods.lora.plan import NEEDS_BASE
-from peftlab.models.load import tied_names
+from peftlab.models.load import load_config, tied_names
 from peftlab.untyped import LoadedKeys
 
 # Values of init_lora_weights with which the file's factors are the whole update.
@@ -383,7 +384,7 @@ class LlamaCpp(Engine):
         "src/llama-adapter.cpp, src/llama-graph.cpp"
     )
     date = "2026-10-01"
-    serve = "convert with convert_lora_to_gguf.py, then --lora FILE"
+    serve = "convert with convert_lora_to_gguf.py (or write the file here: -o FILE.gguf), then --lora FILE"
     layers: ClassVar[Mapping[str, frozenset[str]]] = {
         **_causal("Llama Mistral Qwen2 Qwen3 Gemma Gemma2 Gemma3 Granite SmolLM3 Mixtral Qwen2Moe Qwen3Moe", _LLAMA),
         **_causal("Phi3", _FUSED),
@@ -639,7 +640,7 @@ def convert_adapter(
 
     Args:
         source: an adapter of peft's, peftlab's or AdapterHub's, or loralib's file.
-        out: the directory to write.
+        out: the directory to write; for llama.cpp also a file whose name ends in .gguf, which it loads by itself.
         to: ``"vllm"``, ``"sglang"``, ``"llama.cpp"`` or ``"lorax"``.
         base: reference of the base model; default: the one that the adapter names. Without a base that is here,
             nothing is added and the result is not checked.
@@ -654,6 +655,8 @@ def convert_adapter(
     engine = ENGINES[name]
     adapter = read_adapter(source, lora_alpha=lora_alpha)
     config = _plain_lora(adapter, name, source)
+    if Path(out).suffix == ".gguf":
+        return _write_gguf(source, Path(out), name, adapter, config, base, overwrite=overwrite)
     fit = _fit_or_none(source, base or adapter.base_reference, given=base is not None)
     factors, experts = _scaled(adapter, config, source)
     if not factors and not experts:
@@ -687,6 +690,42 @@ def convert_adapter(
             checked = "unchecked: " + verdict.reason if verdict.loads == "unknown" else verdict.reason
     serve = engine.serve.format(rank=rank)
     return Conversion(str(out), name, rank, len(factors) + len(added), sorted(added), serve, checked)
+
+
+def _write_gguf(
+    source: str | Path,
+    out: Path,
+    name: str,
+    adapter: Adapter,
+    config: LoraConfig,
+    base: str | None,
+    *,
+    overwrite: bool,
+) -> Conversion:
+    """Write an adapter as the GGUF file that llama.cpp loads; arguments as for ``convert_adapter``."""
+    if name != "llama.cpp":
+        raise PeftlabError(f"{out}: {name} reads adapters from directories; name one (-o DIR)")
+    reference = base or adapter.base_reference
+    if not reference:
+        raise PeftlabError(
+            f"{source} names no base model, whose matrices llama.cpp calls otherwise; name it with --base"
+        )
+    factors, experts = _scaled(adapter, config, source)
+    if experts:
+        raise PeftlabError(
+            f"{source}: {name} cannot express factors of {next(iter(experts))}; merge the adapter instead"
+        )
+    if not factors:
+        raise PeftlabError(f"{source} contains no factors")
+    base_config = load_config(reference)
+    class_name = str(adapter.base.get("architecture") or (base_config.architectures or ["AutoModelForCausalLM"])[0])
+    if not reference.endswith(".gguf"):
+        fit = _fit_or_none(source, reference, given=True)
+        class_name = fit.architecture if fit is not None else class_name
+    with staged_file(out, overwrite=overwrite, inputs={"the adapter": Path(source)}) as staging:
+        rank = write_lora(staging / out.name, GgufModel(base_config, class_name), factors, out.stem)
+    serve = f"serve with llama-server -m BASE.gguf --lora {out}"
+    return Conversion(str(out), name, rank, len(factors), [], serve, "alpha / rank is 1 for each pair of factors")
 
 
 def _plain_lora(adapter: Adapter, name: str, source: str | Path) -> LoraConfig:

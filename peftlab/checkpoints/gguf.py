@@ -418,6 +418,8 @@ def _byte_level(raw: dict[str, dict[str, Json]], merges: list[list[str]], notes:
         else:
             steps.append(json.dumps(part))
     name = _PRE_TOKENIZERS.get((tuple(steps), bool(raw["model"].get("ignore_merges"))))
+    if not merges and raw["pre_tokenizer"] and steps[-1:] in ([_BYTES], [_BYTES_ALONE]):
+        name = "gpt-2"  # each byte is a token, however text is split first
     if name is None:
         raise PeftlabError(
             f"the tokenizer splits text by {json.dumps(raw['pre_tokenizer'])}, for which llama.cpp's name is not known "
@@ -633,8 +635,12 @@ def packed_fields(architecture: str, fields: Mapping[str, object]) -> tuple[byte
     gguf = package()
     kinds = gguf.GGUFValueType
     writer = gguf.GGUFWriter(None, architecture)
+    empty: list[bytes] = []
     for key, value in fields.items():
-        if isinstance(value, list):
+        if value == []:  # which the writer leaves out, and llama.cpp wants of merges
+            text = key.encode()
+            empty.append(struct.pack(f"<Q{len(text)}sIIQ", len(text), text, int(kinds.ARRAY), int(kinds.STRING), 0))
+        elif isinstance(value, list):
             writer.add_array(key, value)
         elif isinstance(value, bool | str | float):
             kind = kinds.BOOL if isinstance(value, bool) else kinds.STRING if isinstance(value, str) else kinds.FLOAT32
@@ -644,7 +650,7 @@ def packed_fields(architecture: str, fields: Mapping[str, object]) -> tuple[byte
     out = io.BytesIO()
     writer.fout, writer.state = [out], gguf.gguf_writer.WriterState.HEADER
     writer.write_kv_data_to_file()
-    return out.getvalue(), len(writer.kv_data[0])
+    return out.getvalue() + b"".join(empty), len(writer.kv_data[0]) + len(empty)
 
 
 def layout(
@@ -949,3 +955,49 @@ def load_values(model: PreTrainedModel, path: Path) -> None:
             order = made.order(found.name, values.shape[0])
             values = values if order is None else values[torch.argsort(order)]
             parameter.copy_(values - made.offset(found.name))
+
+
+def write_lora(path: Path, model: GgufModel, factors: Mapping[str, tuple[Tensor, Tensor]], name: str) -> int:
+    """Write factors as an adapter of llama.cpp's, and return the highest rank.
+
+    The engine adds alpha / rank · B·A with the rank of each pair: alpha is the highest rank, and a B of a lower one is
+    multiplied by the difference.
+
+    Args:
+        path: the file. model: the base.
+        factors: A (r, in) and B (out, r), with the scaling in B, by module; of an embedding, in is the vocabulary.
+        name: of the adapter.
+
+    Raises:
+        PeftlabError: llama.cpp has no matrix for a module.
+    """
+    highest = max(a.shape[0] for a, _ in factors.values())
+    values: dict[str, Tensor] = {}
+    for module, (a, b) in factors.items():
+        matrix = model.tensor_name(f"{module}.weight")
+        if matrix is None:
+            raise PeftlabError(f"llama.cpp's {model.name} has no matrix for {module}; merge the adapter instead")
+        if matrix == "token_embd.weight":
+            if model.config.tie_word_embeddings:
+                raise PeftlabError(
+                    f"{module} is the head as well: llama.cpp cannot add to one of the two; merge the adapter instead"
+                )
+            a = a.t()
+        elif matrix == "output.weight" and model.config.tie_word_embeddings:
+            raise PeftlabError(f"{module} is tied: llama.cpp has no such matrix of its own; merge the adapter instead")
+        order = model.order(matrix, b.shape[0])
+        rank = b.shape[1]
+        b = (b if order is None else b[order]) * (rank / highest)
+        values |= {f"{matrix}.lora_a": a.contiguous(), f"{matrix}.lora_b": b.contiguous()}
+    fields: Fields = {"general.type": "adapter", "general.name": name, "general.file_type": _FILE_TYPES["F32"]}
+    fields |= {"adapter.type": "lora", "adapter.lora.alpha": float(highest)}
+    planned = [GgufTensor(key, "F32", tuple(tensor.shape)) for key, tensor in values.items()]
+    head, placed = layout(*packed_fields(model.name, fields), planned)
+    stored = {tensor.name: tensor for tensor in placed}
+    output = GgufFile(path, head, stored, {key: ("F32", tensor.shape) for key, tensor in stored.items()}, None)
+    try:
+        for key, tensor in values.items():
+            output.write(key, tensor.float())
+    finally:
+        output.close()
+    return highest

@@ -273,3 +273,53 @@ def test_a_killed_merge_leaves_no_torn_file(place: Path, tmp_path: Path) -> None
     assert done.returncode == -9 and not out.exists()
     merge(place, out)
     assert [path.name for path in tmp_path.iterdir() if "lock" not in path.name] == ["x.gguf"]
+
+
+def test_an_adapter_becomes_a_file_of_its_own(place: Path, tmp_path: Path) -> None:
+    adapter = write_adapter(place / "base", tmp_path / "adapter", rank_pattern={"q_proj": 2}, use_rslora=True)
+    out = command("adapter", "convert", adapter, "--to", "llama.cpp", "-o", tmp_path / "x.gguf")
+    assert "rank 4, 14 modules" in out and "--lora" in out
+    found, written = fields(tmp_path / "x.gguf"), values(tmp_path / "x.gguf")
+    assert (found["general.type"], found["general.architecture"], found["adapter.type"]) == ("adapter", "llama", "lora")
+    model = peftlab.load_adapter(transformers.AutoModelForCausalLM.from_pretrained(place / "base"), adapter)
+    config = model.config
+    for layer, name, ours, heads in ((0, "attn_q", "self_attn.q_proj", 4), (1, "attn_k", "self_attn.k_proj", 2)):
+        a, b = (torch.tensor(written[f"blk.{layer}.{name}.weight.lora_{side}"]) for side in "ab")
+        leaf = model.get_submodule(f"model.layers.{layer}.{ours}")
+        expected = _delta(leaf)
+        update = found["adapter.lora.alpha"] / b.shape[1] * b @ a
+        halves = update.view(heads, config.head_dim // 2, 2, -1).transpose(1, 2).reshape(expected.shape)
+        torch.testing.assert_close(halves, expected, rtol=1e-5, atol=1e-5)
+    assert len(written) == 28 and sorted(path.name for path in tmp_path.iterdir()) == ["adapter", "x.gguf"]
+
+
+def _delta(leaf: torch.nn.Module) -> torch.Tensor:
+    """Return the update of an adapted linear map: what it adds to the outputs for the unit vectors."""
+    with torch.no_grad():
+        units = torch.eye(leaf.in_features, dtype=torch.float32)
+        return (leaf.float()(units) - units @ leaf.weight.t()).t()
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "match"),
+    [
+        ("llama", {"use_dora": True}, "use_dora"),
+        ("llama", {"lora_bias": True}, "cannot express"),
+        ("qwen2", {"bias": "all"}, "cannot express"),
+        ("llama", {"modules_to_save": ["lm_head"]}, "cannot express"),
+        ("qwen2", {"target_modules": ["embed_tokens"]}, "is the head as well"),
+        ("gemma", {"target_modules": ["lm_head"]}, "lm_head"),
+    ],
+)
+def test_what_an_adapter_file_cannot_contain(name: str, options: dict[str, object], match: str, tmp_path: Path) -> None:
+    write_model(name, tmp_path / "base")
+    write_adapter(tmp_path / "base", tmp_path / "adapter", **options)
+    with pytest.raises(PeftlabError, match=match):
+        peftlab.convert_adapter(tmp_path / "adapter", tmp_path / "x.gguf", "llama.cpp")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter", "base"]
+    with pytest.raises(PeftlabError, match="vllm reads adapters from directories"):
+        peftlab.convert_adapter(place_of(tmp_path), tmp_path / "x.gguf", "vllm")
+
+
+def place_of(tmp_path: Path) -> Path:
+    return write_adapter(tmp_path / "base", tmp_path / "plain", target_modules=["q_proj"])

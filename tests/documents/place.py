@@ -56,7 +56,7 @@ TABLES: dict[str, dict[str, object]] = {
 def furnish(place: Path) -> None:
     """Write models, adapters and files; ``place`` is the working directory."""
     tokenizer = byte_tokenizer(TEMPLATE, [], bos="<s>", eos="</s>")
-    size = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "vocab_size": len(tokenizer)}
+    size = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "vocab_size": len(tokenizer)}
     torch.manual_seed(0)
     encoder = RobertaConfig(**size, num_hidden_layers=2, max_position_embeddings=520, pad_token_id=1)
     decoder = LlamaConfig(

@@ -38,6 +38,7 @@ MARKS = (
     "needs two machines",
     "needs a bucket",
     "needs a server",
+    "needs llama.cpp",
     "needs GPUs",
     "takes hours",
 )

@@ -1,0 +1,82 @@
+"""Engines that serve, each in a process of an environment of its own (``make test-engines``)."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PYTHON = Path(os.environ.get("PEFTLAB_ENGINES", ROOT / ".venv-engines" / "bin" / "python"))
+SCRIPT = Path(__file__).with_name("llama_cpp.py")
+
+
+class LlamaCpp:
+    """A running llama.cpp server."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+
+    def post(self, path: str, **body: object) -> dict[str, Any]:
+        """Return the answer to a request."""
+        answer = httpx2.post(f"{self.address}/{path}", json=body, timeout=120)
+        answer.raise_for_status()
+        return answer.json()
+
+    def generate(self, prompt: list[int], count: int) -> list[int]:
+        """Return greedy tokens after a prompt, up to one that ends the text."""
+        return self.post("completion", prompt=prompt, n_predict=count, temperature=0, return_tokens=True)["tokens"]
+
+    def tokenize(self, text: str) -> list[int]:
+        """Return a text's tokens, special ones added and parsed."""
+        return self.post("tokenize", content=text, add_special=True, parse_special=True)["tokens"]
+
+
+@pytest.fixture(scope="session")
+def engines_python() -> Path:
+    """The interpreter of the engines' environment; a test is skipped where llama.cpp is not installed there."""
+    if not PYTHON.exists():
+        pytest.skip(f"no {PYTHON}: make test-engines makes it")
+    if subprocess.run([PYTHON, "-c", "import xllamacpp, gguf"], capture_output=True, check=False).returncode:
+        pytest.skip(f"{PYTHON} has no xllamacpp")
+    return PYTHON
+
+
+@pytest.fixture
+def serve(engines_python: Path, tmp_path: Path) -> Callable[..., AbstractContextManager[LlamaCpp]]:
+    """A function that serves a GGUF file, with an adapter's beside it or none, for the duration of a block."""
+
+    @contextmanager
+    def served(model: Path, lora: Path | None = None) -> Iterator[LlamaCpp]:
+        command = [engines_python, SCRIPT, "serve", model, *(["--lora", lora] if lora is not None else [])]
+        with open(tmp_path / "engine.log", "w") as log:
+            process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True)
+            assert process.stdin is not None and process.stdout is not None
+            try:
+                address = process.stdout.readline().strip()
+                assert address, f"llama.cpp did not start:\n{(tmp_path / 'engine.log').read_text()[-3000:]}"
+                yield LlamaCpp(address)
+            finally:
+                process.stdin.close()
+                process.wait(timeout=60)
+
+    return served
+
+
+@pytest.fixture
+def quantised(engines_python: Path) -> Callable[[Path, str], dict[str, str]]:
+    """A function that returns the digests of a file's matrices as llama.cpp quantises them."""
+
+    def digests(path: Path, kind: str) -> dict[str, str]:
+        command = [engines_python, SCRIPT, "quantise", path, kind]
+        found: dict[str, str] = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+        return found
+
+    return digests
