@@ -86,6 +86,7 @@ class Architecture:
             head_dim / 2): rotary positions turn neighbours there, halves in transformers.
         offset_norms: norms are stored with the 1 that transformers adds to them.
         transposed: linear maps are stored transposed (GPT-2's ``Conv1D``).
+        composite: the class contains a text model, which is what the file has, and others beside it.
         activations: what the engine computes, by transformers' names.
         extra: the fields beside those of every decoder, from the configuration.
     """
@@ -94,6 +95,7 @@ class Architecture:
     permuted: bool = False
     offset_norms: bool = False
     transposed: bool = False
+    composite: bool = False
     activations: tuple[str, ...] = ("silu", "swish")
     extra: Callable[[PretrainedConfig], Fields] = field(default=lambda config: {})
 
@@ -166,7 +168,9 @@ ARCHITECTURES: dict[str, Architecture] = {
     "GemmaForCausalLM": Architecture("GEMMA", offset_norms=True, activations=_GELU),
     "Gemma2ForCausalLM": Architecture("GEMMA2", offset_norms=True, activations=_GELU, extra=_gemma2),
     "Gemma3ForCausalLM": Architecture("GEMMA3", offset_norms=True, activations=_GELU, extra=_gemma3),
-    "Gemma3ForConditionalGeneration": Architecture("GEMMA3", offset_norms=True, activations=_GELU, extra=_gemma3),
+    "Gemma3ForConditionalGeneration": Architecture(
+        "GEMMA3", offset_norms=True, composite=True, activations=_GELU, extra=_gemma3
+    ),
     "Phi3ForCausalLM": Architecture("PHI3", extra=_phi3),
     "GPT2LMHeadModel": Architecture("GPT2", transposed=True, activations=_GELU, extra=_gpt2),
     "Olmo2ForCausalLM": Architecture("OLMO2"),
@@ -561,6 +565,10 @@ class GgufModel:
         found: str | None = self._names.get_name(plain, try_suffixes=(".weight", ".bias"))
         return found
 
+    def beside_text(self, parameter: str) -> bool:
+        """Whether a parameter belongs to what is beside the text model of a larger one, as a vision tower."""
+        return self.row.composite and "language_model." not in parameter and not parameter.startswith("lm_head.")
+
     def order(self, name: str, rows: int) -> Tensor | None:
         """Return which row of a weight (out, in) or a bias (out) is stored at each place; None where none is moved."""
         matrix = name.rpartition(".")[0].rpartition(".")[2]
@@ -730,7 +738,7 @@ class GgufFile(OutputFile):
         rows = max(1, _STEP // max(1, math.prod(stored.shape[1:])))
         for start in range(0, stored.shape[0], rows):
             part = tensor[start : start + rows] if order is None else tensor[order[start : start + rows]]
-            data = _stored(part + added if added else part, stored.type)
+            data = _stored(part.float() + added if added else part, stored.type)
             self._write(data, offset)
             offset += len(data)
 
@@ -847,12 +855,14 @@ def plan_file(
         tensors: what is to be written, in this order.
         wanted: the type of matrices, one of ``TYPES``; None: each keeps the type it is stored in.
         metadata: texts by field, for a file without a GGUF base.
-        base: the GGUF file that the base is, whose fields are kept. changed: keys of the tensors that differ from it.
+        base: the GGUF file that the base is, whose fields are kept.
+        changed: keys of the tensors that the merge changes.
 
     Raises:
         PeftlabError: llama.cpp has no tensor for a parameter, or a type cannot be had.
     """
     by_name: dict[str, Incoming] = {}
+    changed = set(changed)
     for tensor in tensors:
         name = model.tensor_name(tensor.name)
         if name is None:
@@ -868,7 +878,7 @@ def plan_file(
     copied: list[str] = []
     extra = {} if base is not None else model.extra
     if base is not None:
-        kinds, copied = _kinds_beside(model, by_name, wanted, base, set(changed))
+        kinds, copied = _kinds_beside(model, by_name, wanted, base, changed)
     shapes = {name: t.shape[::-1] if model.transposed(name, t.shape) else t.shape for name, t in by_name.items()}
     for name, tensor in by_name.items():
         if name not in kinds:
@@ -897,8 +907,12 @@ def plan_file(
         if each.name in copied:
             incoming[key] = _BYTES_OF_BASE, (each.nbytes,)
         elif each.name in by_name:
-            plain = each.type in _PLAIN and not model.offset(each.name)
-            incoming[key] = each.type if plain else "F32", by_name[each.name].shape
+            tensor = by_name[each.name]
+            wide = each.type not in ("F16", "BF16")  # quantised, or F32: what a sum is stored in
+            as_it_is = (
+                wide and key not in changed and tensor.dtype in _PLAIN
+            )  # then rows are converted as they are written
+            incoming[key] = tensor.dtype if as_it_is else "F32" if wide else each.type, tensor.shape
         else:
             incoming[key] = "F32", each.shape
     return FilePlan(head, stored, incoming, copied, extra, main)
@@ -936,14 +950,18 @@ def _kinds_beside(
 def load_values(model: PreTrainedModel, path: Path) -> None:
     """Put the values of a GGUF file into a model of the class that it was made of, in place.
 
+    Parameters that the format has no tensor for, as those of a vision tower, stay as they are.
+
     Raises:
-        PeftlabError: the file has no tensor, or one of another shape, for a parameter.
+        PeftlabError: the file lacks a tensor, or has one of another shape.
     """
     gguf = package()
     made = GgufModel(model.config, type(model).__name__)
     stored = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
     with torch.no_grad():
         for name, parameter in model.named_parameters():
+            if made.beside_text(name):
+                continue
             found = stored.get(made.tensor_name(name) or "")
             if found is None:
                 raise PeftlabError(f"{path}: has no tensor for {name}")

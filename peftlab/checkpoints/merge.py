@@ -31,6 +31,7 @@ from peftlab.checkpoints.gguf import (
     GgufFile,
     GgufModel,
     Incoming,
+    architecture_of,
     gguf_type,
     plan_file,
 )
@@ -118,12 +119,14 @@ def merge_checkpoint(
                 write_model_config(plan, staging)
                 dtype = plan.dtype if plan.plain is None else "float8_e4m3fn"
                 if to_file:
-                    metadata = {"general.name": out.stem, "general.description": f"{reference} with {name} merged"}
+                    metadata = {"general.name": out.stem, "general.description": "merged by peftlab"}
                     gguf = _GgufWriting(plan, staging, base_file, options, metadata | _gguf_licence(directory))
                     accounts, dtype = plan.accounts(), gguf.file.type.lower()
                     total_bytes = gguf.write(staging / out.name, figures)
-                    notes += gguf.model.notes
+                    notes += [*gguf.model.notes, *plan.ignored_note(to_file)]
+                    plan.ignored = []
                 else:
+                    notes += plan.ignored_note(to_file)
                     total_bytes = _write_weights(plan, staging, figures, options)
                 report = MergeReport(
                     out=str(out),
@@ -239,17 +242,21 @@ class _GgufWriting:
         self, plan: MergePlan, described: Path, base: Path | None, options: MergeOptions, metadata: Mapping[str, str]
     ) -> None:
         self.plan, self.options = plan, options
+        architecture_of(type(plan.model).__name__)  # an unknown class is named before its configuration is read
         self.model = GgufModel(load_config(str(described)), type(plan.model).__name__)
         self.base = None if base is None else GgufBase(base)
         targets = [target for each in plan.files.values() for target in each]
-        unread, plan.ignored = set(plan.ignored), []
-        plan.dropped |= dict.fromkeys(unread, f"llama.cpp's {self.model.name} has no place for it")
-        written = [target for target in targets if target.source not in unread]
-        changed = [
+        changed = {
             target.key
-            for target in written
+            for target in targets
             if any(plan.changes(name) for name in (target.place.names if target.place else [target.name]))
-        ]
+        }
+        beside = {target.key: target.source for target in targets if self.model.beside_text(target.name)}
+        if lost := sorted(changed & beside.keys()):
+            raise PeftlabError(f"the adapter changes {lost[0]}, which a GGUF file of the text model does not contain")
+        plan.ignored += beside.values()
+        plan.dropped |= dict.fromkeys(plan.ignored, f"llama.cpp's {self.model.name} has no place for it")
+        written = [target for target in targets if target.source not in plan.dropped]
         wanted = None if options.gguf_type in (None, KEEP) else options.gguf_type
         incoming = [Incoming(target.key, target.name, target.dtype, target.shape) for target in written]
         self.file = plan_file(self.model, described, incoming, wanted, metadata, self.base, changed)

@@ -192,6 +192,16 @@ class MergePlan:
             raise PeftlabError(f"{len(lost)} tensors of the base would be lost, {lost[0]} for one; nothing was written")
         return BaseAccounts(len(every), len(changed), len(written - changed), len(self.dropped))
 
+    def ignored_note(self, to_file: bool) -> list[str]:
+        """Return a note on what became of the tensors in ``ignored``; none if there are none.
+
+        Args:
+            to_file: the merge writes a GGUF file, not a directory.
+        """
+        became = f"that {type(self.model).__name__} has no parameter for were copied as they are"
+        became = "are not in the GGUF file, which has no place for them" if to_file else became
+        return [f"{len(self.ignored)} tensors of the base {became}: {_summary(self.ignored)}"] if self.ignored else []
+
     def close(self) -> None:
         """Close the base's files."""
         for shard in self.shards:
@@ -506,11 +516,6 @@ def _find_other_places(plan: MergePlan, found: dict[str, Place], options: MergeO
         else:
             where[key] = Place(key, prefix + key if key in in_body else key)
     plan.ignored = list(where)
-    if where:
-        plan.notes.append(
-            f"{len(where)} tensors of the base that {kind} has no parameter for were copied as they are: "
-            f"{_summary(where)}"
-        )
     if plan.dropped.keys() & rest:
         left = [key for key in rest if key in plan.dropped]
         plan.notes.append(f"{len(left)} tensors were left out: the head of {type(own).__name__} ({_summary(left)})")

@@ -265,6 +265,12 @@ class _Models:
         named = report.get("architecture") or (self.to_file and adapter.base.get("architecture"))
         self.architecture = str(named or (self.config.architectures or ["AutoModel"])[0])
         self.revision = str(report["revision"]) if report.get("revision") else None
+        if self.to_file:
+            trained = adapter.base.get("config")
+            tokens = trained.get("vocab_size") if isinstance(trained, dict) else None
+            if isinstance(tokens, int):  # it may have grown in training
+                self.config.get_text_config().vocab_size = tokens
+            self.revision = adapter.revision if reference == adapter.base_reference else None
         self.config = _for_class(self.architecture, self.config)
         self.dtype = torch.float32 if self.to_file else _dtype(self.config)
 
@@ -277,7 +283,8 @@ class _Models:
 
     def merged(self) -> nn.Module:
         if self.to_file:
-            model = load_model(self.reference, self.architecture, dtype=self.dtype, **self.options)[0]
+            options = self.options | {"dtype": self.dtype, "config": _of_base(self.config, self.reference)}
+            model = load_model(self.reference, self.architecture, revision=self.revision, **options)[0]
             load_values(model, Path(self.directory))
             return model
         return load_model(self.directory, self.architecture, dtype=self.dtype, **self.options)[0]

@@ -177,6 +177,34 @@ def test_a_merge_is_compared_with_base_and_adapter(place: Path, tmp_path: Path) 
         assert check is not None and check.max_logit_difference < most
 
 
+def test_a_model_of_images_and_text_gives_its_text_model(tmp_path: Path) -> None:
+    tokens = tokenizer("spm")
+    text = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 6, "num_attention_heads": 4}
+    text |= {"num_key_value_heads": 2, "vocab_size": len(tokens), "head_dim": 32, "query_pre_attn_scalar": 32}
+    image = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.Gemma3Config(
+        text_config=text | {"sliding_window": 16}, vision_config=image | {"image_size": 8, "patch_size": 4}
+    )
+    model = transformers.Gemma3ForConditionalGeneration(config)
+    model.save_pretrained(tmp_path / "base")
+    tokens.save_pretrained(tmp_path / "base")
+    peftlab.inject_lora(model, r=2, target_modules=r".*language_model.*q_proj")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.normal_(0, 0.1)
+    peftlab.save_adapter(model, tmp_path / "adapter", base=str(tmp_path / "base"))
+    done = run_merge(tmp_path / "adapter", None, tmp_path / "x.gguf", MergeOptions(gguf_type="f32"), verify=True)
+    found = fields(tmp_path / "x.gguf")
+    assert found["general.architecture"] == "gemma3" and found["gemma3.attention.sliding_window"] == 16
+    assert all(name.startswith(("token_embd", "blk.", "output_norm")) for name in types(tmp_path / "x.gguf"))
+    accounts = done.report.accounts
+    assert accounts.left_out > 0 and accounts.changed == 6
+    assert accounts.tensors == accounts.changed + accounts.copied + accounts.left_out
+    assert any("are not in the GGUF file" in note for note in done.report.notes)
+    assert done.check is not None and done.check.max_logit_difference < 1e-4
+
+
 def test_the_command_writes_a_file(place: Path, tmp_path: Path) -> None:
     out = command("merge", place / "adapter", "-o", tmp_path / "x.gguf", "--dtype", "q8_0", "--json", tmp_path / "j")
     assert "21 of 21 base tensors accounted for: 14 changed" in out
