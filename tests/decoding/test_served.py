@@ -203,8 +203,9 @@ def _without_counters(get):
 
 def test_vllm_that_is_not_installed(monkeypatch: pytest.MonkeyPatch, stories: Path, prompts: Path) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.delenv("PEFTLAB_ENGINES", raising=False)
     status, text = run("--target", str(stories), "--draft", str(stories), "--prompts", str(prompts), "--engine", "vllm")
-    assert status == 2 and "no program vllm on the PATH" in " ".join(text.split())
+    assert status == 2 and "vllm is in neither" in " ".join(text.split())
 
 
 def test_counters_of_several_engines_add_up() -> None:

@@ -13,6 +13,8 @@ from typing import Any
 import httpx2
 import pytest
 
+from tests.engines.models import write_target
+
 ROOT = Path(__file__).parents[2]
 PYTHON = Path(os.environ.get("PEFTLAB_ENGINES", ROOT / ".venv-engines" / "bin" / "python"))
 SCRIPT = Path(__file__).with_name("llama_cpp.py")
@@ -80,3 +82,29 @@ def quantised(engines_python: Path) -> Callable[[Path, str], dict[str, str]]:
         return found
 
     return digests
+
+
+@pytest.fixture(scope="session")
+def vllm() -> Callable[[dict[str, Any]], list[Any]]:
+    """Runs one job of ``vllm_worker.py`` and returns its outputs; skipped where vLLM is not installed."""
+    if (
+        not PYTHON.exists()
+        or subprocess.run([PYTHON, "-c", "import vllm"], capture_output=True, check=False).returncode
+    ):
+        pytest.skip(f"{PYTHON} has no vllm: make test-engines installs it")
+
+    def run(job: dict[str, Any]) -> list[Any]:
+        command = [PYTHON, SCRIPT.with_name("vllm_worker.py")]
+        done = subprocess.run(command, input=json.dumps(job), capture_output=True, text=True, timeout=1800, check=False)
+        assert done.returncode == 0, done.stderr[-3000:]
+        outputs: list[Any] = json.loads(done.stdout.splitlines()[-1])["outputs"]
+        return outputs
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def target(tmp_path_factory: pytest.TempPathFactory, shared: Path, stories: Path) -> Path:
+    """A Llama of 1.1 million weights that has read Shakespeare."""
+    text = shared / "data" / "lm" / "tinyshakespeare.txt"
+    return write_target(tmp_path_factory.mktemp("target"), stories, text)
