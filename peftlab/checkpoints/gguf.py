@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from peftlab.checkpoints.tensors import DTYPES, Copy, Entry, Job, OutputFile, Shard, open_binary
+from peftlab.checkpoints.tensors import DTYPES, NAMES, Copy, Entry, Job, OutputFile, Shard, open_binary
 from peftlab.errors import PeftlabError, did_you_mean, reason
 from peftlab.files import Json
 from peftlab.models.load import load_tokenizer
@@ -335,14 +335,14 @@ _BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 
 
 @dataclass(frozen=True)
-class _Tokens:
+class Tokens:
     """A tokenizer as GGUF has it: fields with their full names, and notes on what the engine does otherwise."""
 
     fields: Fields
     notes: list[str]
 
 
-def _tokenizer(directory: Path, size: int) -> _Tokens:
+def tokenizer_fields(directory: Path, size: int) -> Tokens:
     """Return the tokenizer of a model directory, with ``size`` tokens: those without a text are unused."""
     try:
         tokenizer = load_tokenizer(str(directory))
@@ -389,7 +389,7 @@ def _tokenizer(directory: Path, size: int) -> _Tokens:
         template = template.get("default")
     if template:
         fields["tokenizer.chat_template"] = template
-    return _Tokens(fields, notes)
+    return Tokens(fields, notes)
 
 
 def _ends(directory: Path, tokenizer: PreTrainedTokenizerBase) -> Fields:
@@ -577,7 +577,7 @@ class GgufModel:
         key = "attention.head_count" if matrix == "attn_q" else "attention.head_count_kv"
         heads = self.fields[key]
         assert isinstance(heads, int)
-        return torch.arange(rows).view(heads, 2, rows // heads // 2).transpose(1, 2).reshape(-1)
+        return rotary_order(heads, rows)
 
     def transposed(self, name: str, shape: tuple[int, ...]) -> bool:
         """Whether a tensor is stored transposed."""
@@ -609,12 +609,21 @@ class GgufModel:
             directory: with the tokenizer. rows: of the embedding. main: the type of most weights.
             metadata: texts by field.
         """
-        tokens = _tokenizer(directory, rows)
+        tokens = tokenizer_fields(directory, rows)
         self.notes += tokens.notes
         general: Fields = {"general.type": "model", **metadata, "general.file_type": _FILE_TYPES[main]}
         general["general.quantization_version"] = 2
         fields = {f"{self.name}.{key}": value for key, value in {**self.fields, "vocab_size": rows}.items()}
         return packed_fields(self.name, general | fields | tokens.fields)
+
+
+def rotary_order(heads: int, rows: int) -> Tensor:
+    """Return which row of a query or key projection llama.cpp stores at each place, where it turns neighbours.
+
+    Args:
+        heads: of the projection. rows: of its matrix.
+    """
+    return torch.arange(rows).view(heads, 2, rows // heads // 2).transpose(1, 2).reshape(-1)
 
 
 def _checked(name: str, shape: tuple[int, ...], kind: str) -> str:
@@ -1009,13 +1018,52 @@ def write_lora(path: Path, model: GgufModel, factors: Mapping[str, tuple[Tensor,
         values |= {f"{matrix}.lora_a": a.contiguous(), f"{matrix}.lora_b": b.contiguous()}
     fields: Fields = {"general.type": "adapter", "general.name": name, "general.file_type": _FILE_TYPES["F32"]}
     fields |= {"adapter.type": "lora", "adapter.lora.alpha": float(highest)}
-    planned = [GgufTensor(key, "F32", tuple(tensor.shape)) for key, tensor in values.items()]
-    head, placed = layout(*packed_fields(model.name, fields), planned)
-    stored = {tensor.name: tensor for tensor in placed}
-    output = GgufFile(path, head, stored, {key: ("F32", tensor.shape) for key, tensor in stored.items()}, None)
+    write_gguf(path, model.name, fields, {key: tensor.float() for key, tensor in values.items()})
+    return highest
+
+
+def write_gguf(path: Path, architecture: str, fields: Mapping[str, object], tensors: Mapping[str, Tensor]) -> None:
+    """Write tensors in their own dtypes.
+
+    Args:
+        path: the file. architecture: its name in the format. fields: by full names, the architecture's aside.
+        tensors: by their names in the format.
+    """
+    planned = [GgufTensor(name, NAMES[tensor.dtype], tuple(tensor.shape)) for name, tensor in tensors.items()]
+    head, placed = layout(*packed_fields(architecture, fields), planned)
+    incoming = {tensor.name: (tensor.type, tensor.shape) for tensor in placed}
+    _write_all(GgufFile(path, head, {tensor.name: tensor for tensor in placed}, incoming, None), tensors)
+
+
+def read_gguf(path: Path) -> dict[str, Tensor]:
+    """Return the tensors of a file whose types are dtypes of torch, by name."""
+    found = {}
+    for tensor in package().GGUFReader(path).tensors:
+        raw = torch.from_numpy(tensor.data.copy()).contiguous().view(torch.uint8).reshape(-1)
+        shape = tuple(int(size) for size in reversed(tensor.shape))
+        found[tensor.name] = raw.view(DTYPES[tensor.tensor_type.name]).reshape(shape)
+    return found
+
+
+def write_model(model: PreTrainedModel, directory: Path, path: Path) -> list[str]:
+    """Write a model in memory, in its own dtype, and return notes on what llama.cpp computes otherwise.
+
+    Args:
+        model: a decoder with its head. directory: with its tokenizer. path: the file.
+
+    Raises:
+        PeftlabError: its class, its tokenizer or a parameter has no counterpart in the format.
+    """
+    made, values = GgufModel(model.config, type(model).__name__), dict(model.named_parameters())
+    incoming = [Incoming(name, name, NAMES[value.dtype], tuple(value.shape)) for name, value in values.items()]
+    file = plan_file(made, directory, incoming, None, {"general.name": path.stem})
+    _write_all(GgufFile(path, file.head, file.stored, file.incoming, made), values | file.extra)
+    return made.notes
+
+
+def _write_all(output: GgufFile, values: Mapping[str, Tensor]) -> None:
     try:
         for key, tensor in values.items():
-            output.write(key, tensor.float())
+            output.write(key, tensor.detach().to(DTYPES[output.entries[key].dtype]))
     finally:
         output.close()
-    return highest

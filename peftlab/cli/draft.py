@@ -199,7 +199,7 @@ def bench(
     device: Device = "auto",
     engine: Annotated[
         str,
-        typer.Option("--engine", help="Measure the draft in the engine that serves it, too: vllm, or a server's URL."),
+        typer.Option("--engine", help="Measure the draft there, too: vllm, llama.cpp or a server's URL."),
     ] = "peftlab",
     html: Html = None,
 ) -> object:
@@ -260,8 +260,8 @@ def update(
 
 def export(
     source: Annotated[Path, typer.Argument(help="A draft run, its merged/, or another model directory.")],
-    consumer: Annotated[str, typer.Option("--for", help="transformers, vllm or sglang.")],
-    out: Annotated[Path, typer.Option("--out", "-o", help="Directory to write.")],
+    consumer: Annotated[str, typer.Option("--for", help="transformers, vllm, sglang or llama.cpp.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="Directory to write; for llama.cpp a file, FILE.gguf.")],
     target: Target,
     gamma: Gamma = 4,
     overwrite: Overwrite = False,

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import shlex
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -133,6 +134,16 @@ class DraftExporter(Protocol):
             gamma: drafted tokens per step.
         """
         ...
+
+
+def llama_command(target: str, draft: str, kind: str, gamma: int) -> str:
+    """Return the command by which llama.cpp serves a target with a draft.
+
+    Args:
+        target, draft: GGUF files. kind: of the draft, as llama.cpp calls it. gamma: drafted tokens per step.
+    """
+    files = f"-m {shlex.quote(target)} --spec-draft-model {shlex.quote(draft)}"
+    return f"llama-server {files} --spec-type {kind} --spec-draft-n-max {gamma}"
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import shutil
+import tempfile
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -14,12 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from peftlab.checkpoints.gguf import read_gguf, rotary_order, tokenizer_fields, write_gguf
 from peftlab.checkpoints.tensors import read_tensors, write_tensors
 from peftlab.decoding.cache import Block, KVCache
 from peftlab.decoding.flat import fold_heads, rotate, structure_of, unfold_heads
 from peftlab.decoding.packed import pack_linears
 from peftlab.drafting.acceptance import read_ranks
-from peftlab.drafting.base import DraftExporter, Loss
+from peftlab.drafting.base import DraftExporter, Loss, llama_command
 from peftlab.drafting.config import Eagle3Draft
 from peftlab.drafting.objectives import make_objective
 from peftlab.drafting.state_network import (
@@ -354,10 +356,10 @@ def read_eagle(directory: str | Path, embedding: Tensor) -> Eagle3:
 
 @dataclass(frozen=True)
 class EagleExport:
-    """Writes an EAGLE-3 draft for vLLM or SGLang; see ``base.DraftExporter``.
+    """Writes an EAGLE-3 draft for vLLM, SGLang or llama.cpp; see ``base.DraftExporter``.
 
     Attributes:
-        place: directory of the draft. consumer: ``vllm`` or ``sglang``.
+        place: directory of the draft. consumer: ``vllm``, ``sglang`` or ``llama.cpp``.
     """
 
     place: Path
@@ -385,6 +387,9 @@ class EagleExport:
             )
         embedding = torch.ones(1).expand(shape.vocab_size, shape.hidden_size)
         network = read_eagle(self.place, embedding)
+        if self.consumer == "llama.cpp":
+            _write_gguf(network, target, directory)
+            return 0.0
         if self.consumer == "vllm":
             architecture = (config.architectures or [""])[0]
             values = speculators_config(network, target=target, architecture=architecture, tokens=gamma)
@@ -398,6 +403,8 @@ class EagleExport:
         return difference
 
     def command(self, target: str, directory: str, gamma: int) -> str:
+        if self.consumer == "llama.cpp":
+            return llama_command(target, directory, "draft-eagle3", gamma)
         if self.consumer == "vllm":
             settings = {"method": "eagle3", "model": directory, "num_speculative_tokens": gamma}
             return f"vllm serve {shlex.quote(target)} --speculative-config {shlex.quote(json.dumps(settings))}"
@@ -408,6 +415,65 @@ class EagleExport:
             f"--speculative-eagle-topk 1 --speculative-num-draft-tokens {gamma + 1}"
             + (f" --speculative-draft-window-size {window}" if window is not None else "")
         )
+
+
+_GGUF_NAMES = {
+    "fc": "fc", "norm": "output_norm", "lm_head": "output", "layers.0.input_layernorm": "blk.0.attn_norm",
+    "layers.0.hidden_norm": "blk.0.attn_norm_2", "layers.0.post_attention_layernorm": "blk.0.ffn_norm",
+    "layers.0.self_attn.q_proj": "blk.0.attn_q", "layers.0.self_attn.k_proj": "blk.0.attn_k",
+    "layers.0.self_attn.v_proj": "blk.0.attn_v", "layers.0.self_attn.o_proj": "blk.0.attn_output",
+    "layers.0.mlp.gate_proj": "blk.0.ffn_gate", "layers.0.mlp.up_proj": "blk.0.ffn_up",
+    "layers.0.mlp.down_proj": "blk.0.ffn_down",
+}  # fmt: skip
+
+
+def _write_gguf(network: Eagle3, target: str, path: Path) -> None:
+    """Write a network as llama.cpp reads it, and check the round trip.
+
+    The embeddings are the target's, which the engine shares with the draft. ``d2t`` has the target's ids.
+
+    Args:
+        network: with three of the target's states. target: reference, for the tokenizer. path: the file.
+
+    Raises:
+        PeftlabError: it computes what the engine does not, or what was written differs.
+    """
+    shape = network.shape
+    if unread := [name for name in ("norm_before_fc", "fc_norm", "norm_output") if getattr(shape, name)]:
+        raise PeftlabError(f"--for llama.cpp: the draft has {', '.join(unread)}; llama.cpp's eagle3 has no such norm")
+    if shape.window is not None:
+        raise PeftlabError("--for llama.cpp: the draft was trained with a window, llama.cpp's eagle3 sees all tokens")
+    sizes: dict[str, object] = {
+        "context_length": shape.limit, "embedding_length": shape.hidden_size, "block_count": 1,
+        "feed_forward_length": shape.intermediate_size, "attention.head_count": shape.heads,
+        "attention.head_count_kv": shape.kv_heads, "attention.key_length": shape.head_dim,
+        "attention.value_length": shape.head_dim, "attention.layer_norm_rms_epsilon": shape.eps,
+        "rope.dimension_count": shape.head_dim, "rope.freq_base": shape.theta, "vocab_size": shape.vocab_size,
+        "target_layers": list(shape.features), "target_hidden_size": shape.hidden_size,
+        "norm_before_residual": shape.norm_before_residual,
+    }  # fmt: skip
+    fields: dict[str, object] = {"general.type": "model", "general.name": path.stem}
+    fields |= {f"eagle3.{key}": value for key, value in sizes.items()}
+    with tempfile.TemporaryDirectory() as directory:
+        load_tokenizer(target).save_pretrained(directory)
+        load_config(target).save_pretrained(directory)
+        fields |= tokenizer_fields(Path(directory), shape.vocab_size).fields
+    orders = {
+        "blk.0.attn_q.weight": rotary_order(shape.heads, shape.heads * shape.head_dim),
+        "blk.0.attn_k.weight": rotary_order(shape.kv_heads, shape.kv_heads * shape.head_dim),
+    }
+    stored = {
+        f"{_GGUF_NAMES[key.removesuffix('.weight')]}.weight": value for key, value in network.state_dict().items()
+    }
+    stored = {name: value[orders[name]] if name in orders else value for name, value in stored.items()}
+    # What the engine multiplies rows by is in fp32.
+    stored = {name: value.float() if value.dim() == 1 else value for name, value in stored.items()}
+    if network.tokens is not None:
+        stored["d2t"] = network.tokens.long()
+    write_gguf(path, "eagle3", fields, stored)
+    written = read_gguf(path)
+    if different := [name for name, value in stored.items() if not torch.equal(written[name], value.cpu())]:
+        raise PeftlabError(f"{path}: {', '.join(different)} differ from the draft's")
 
 
 def sglang_config(network: Eagle3) -> dict[str, Json]:
@@ -512,7 +578,7 @@ class Eagle3Kind(StateKind[Eagle3Draft]):
 
     @classmethod
     def export(cls, place: str, consumer: str) -> Path | DraftExporter:
-        """Return what writes the draft for vLLM or SGLang."""
-        if consumer not in ("vllm", "sglang"):
-            raise PeftlabError(f"--for {consumer}: {place} is an eagle3 draft, which vllm and sglang load")
+        """Return what writes the draft for vLLM, SGLang or llama.cpp."""
+        if consumer not in ("vllm", "sglang", "llama.cpp"):
+            raise PeftlabError(f"--for {consumer}: {place} is an eagle3 draft, which vllm, sglang and llama.cpp load")
         return EagleExport(Path(place), consumer)

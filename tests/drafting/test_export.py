@@ -77,6 +77,24 @@ def test_plain_directories(draft: Path, stories: Path, tmp_path: Path, consumer:
         }
 
 
+def test_a_gguf_file(draft: Path, stories: Path, tmp_path: Path) -> None:
+    """For llama.cpp: one file, read back by transformers' own reader, and the command that serves it."""
+    exported = export_draft(draft, tmp_path / "draft.gguf", "llama.cpp", str(stories), gamma=3)
+    assert exported.max_logit_difference == 0.0
+    written = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="draft.gguf").eval()
+    model = AutoModelForCausalLM.from_pretrained(draft).eval()
+    ids = torch.arange(1, 17)[None]
+    assert torch.equal(written(ids).logits, model(ids).logits)
+    words = shlex.split(exported.command)
+    options = dict(zip(words[1::2], words[2::2], strict=True))
+    assert words[0] == "llama-server" and options["--spec-draft-model"] == str(tmp_path / "draft.gguf")
+    assert options["--spec-type"] == "draft-simple" and options["--spec-draft-n-max"] == "3"
+    with pytest.raises(PeftlabError, match=r"-o out\.gguf"):
+        export_draft(draft, tmp_path / "out", "llama.cpp", str(stories))
+    with pytest.raises(PeftlabError, match="exists"):
+        export_draft(draft, tmp_path / "draft.gguf", "llama.cpp", str(stories))
+
+
 @pytest.mark.parametrize("consumer", CONSUMERS)
 def test_a_speculators_type_is_one_that_speculators_registers(
     draft: Path, stories: Path, tmp_path: Path, consumer: str, registered: set[str]
@@ -127,8 +145,7 @@ def test_what_a_consumer_cannot_load_is_said(draft: Path, stories: Path, tmp_pat
         (run / "heads", "transformers", "contains Medusa heads, which no released engine loads"),
         (bare, "vllm", "contains no plain model directory"),
         (tmp_path / "bear", "vllm", r"bear: no such directory \(did you mean 'bare'\?\)"),
-        (draft, "llama.cpp", "one of transformers, vllm"),
-        (draft, "vllm-medusa", r"one of transformers, vllm, sglang \(did you mean 'vllm'\?\)"),
+        (draft, "vllm-medusa", r"one of transformers, vllm, sglang, llama.cpp \(did you mean 'vllm'\?\)"),
         (draft, "speculators", "one of transformers, vllm"),
     ):
         with pytest.raises(PeftlabError, match=message):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,6 @@ import transformers
 
 from peftlab.checkpoints.engines import check_adapter, convert_adapter
 from peftlab.checkpoints.merge import merge_checkpoint
-from tests.command_line import invoke
-from tests.engines.conftest import PYTHON
 from tests.engines.models import NEW_TOKENS, PROMPTS, assert_greedy, follows, prompts
 
 pytestmark = pytest.mark.engines
@@ -135,38 +132,3 @@ def test_a_merged_model(vllm: Vllm, target: Path, adapters: dict[str, Path], tmp
     merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
     for ids, output in zip(prompts(target), outputs, strict=True):
         assert_greedy(merged, ids, output)
-
-
-DRAFTS = {
-    "eagle3": "draft={kind: eagle3, steps: 2} method=null",
-    "model": "draft={kind: model, truncate: {layers: [0, 5]}} method={name: full}",
-    "pard": "draft={kind: pard} method={name: full}",
-}
-
-
-@pytest.mark.parametrize("kind", DRAFTS)
-def test_a_draft(
-    kind: str, vllm: Vllm, target: Path, shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Trained here, exported, served: the engine's outputs are its own plain ones, its acceptance is within ours."""
-    text = (shared / "data" / "lm" / "tinyshakespeare.txt").read_text().splitlines()
-    lines = [line for line in text if len(line) > 20]
-    for name, chosen in (("train", lines[:160]), ("held_out", lines[5000:5024])):
-        (tmp_path / f"{name}.txt").write_text("\n".join(chosen) + "\n")
-    recipe = tmp_path / "draft.yaml"
-    recipe.write_text(
-        f"kind: draft\ntarget: {target}\ndraft: {{kind: eagle3}}\nmethod: null\n"
-        f"data: {{prompts: {tmp_path}/train.txt, max_prompts: 128, held_out: 8, max_new_tokens: 24, batch_size: 16}}\n"
-        "train: {max_steps: 60, batch_size: 8, max_length: 96, lr: 3e-3}\ngamma: 3\n"
-    )
-    run, out = tmp_path / "run", tmp_path / "bench.json"
-    overrides = [part if part.startswith("draft") else f"method{part}" for part in DRAFTS[kind].split(" method")]
-    assert invoke("run", recipe, *overrides, f"output_dir={run}").exit_code == 0
-    monkeypatch.setenv("PEFTLAB_ENGINES", str(PYTHON))
-    options = ["--prompts", tmp_path / "held_out.txt", "--max-new-tokens", 32, "--gamma", 3, "--repeats", 1]
-    done = invoke("draft", "bench", "--target", target, "--draft", run, *options, "--engine", "vllm", "--json", out)
-    assert done.exit_code == 0, done.output
-    found = json.loads(out.read_text())
-    low, high = found["drafters"]["draft"]["accepted_share_interval"]
-    assert found["engine"]["lossless"] and low <= found["engine"]["accepted_share"] <= high
-    assert all(of["near_tie"] for of in found["engine"]["divergences"])
