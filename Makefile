@@ -57,7 +57,8 @@ $(ENGINES)/.installed: tests/engines/requirements.txt
 	touch $@
 
 test-engines: install $(ENGINES)/.installed
-	PEFTLAB_ENGINES=$(abspath $(ENGINES))/bin/python $(BIN)/python -m pytest -q -m engines tests/engines
+	PEFTLAB_ENGINES=$(abspath $(ENGINES))/bin/python PEFTLAB_ENGINE_RESULTS=docs/reference/engines.json \
+	  $(BIN)/python -m pytest -q -m engines tests/engines
 
 lint: install
 	$(BIN)/ruff check .
@@ -74,6 +75,7 @@ $(VENV)/.docs: $(VENV)/.installed
 docs: $(VENV)/.docs
 	$(BIN)/python -m peftlab.recipe.document
 	$(BIN)/python docs/results_page.py
+	$(BIN)/python docs/engines_page.py
 	$(BIN)/sphinx-build --quiet --fail-on-warning -b html docs docs/_build
 
 clean:

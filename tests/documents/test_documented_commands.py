@@ -39,6 +39,7 @@ MARKS = (
     "needs a bucket",
     "needs a server",
     "needs llama.cpp",
+    "needs vLLM",
     "needs GPUs",
     "takes hours",
 )

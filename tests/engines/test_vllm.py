@@ -109,13 +109,20 @@ def test_the_base(served: dict[str, Any], target: Path) -> None:
 
 @pytest.mark.parametrize("name", ADAPTERS)
 def test_an_adapter_as_check_says(
-    name: str, served: dict[str, Any], adapters: dict[str, Path], adapted: Callable[[str], Any], target: Path
+    name: str,
+    served: dict[str, Any],
+    adapters: dict[str, Path],
+    adapted: Callable[[str], Any],
+    target: Path,
+    record_property: Callable[[str, object], None],
 ) -> None:
     """What the rule calls loadable gives peft's tokens; what it refuses is refused or gives other tokens."""
     reading = check_adapter(adapters[name], str(target)).consumers["vllm"]
     right = all_follow(adapted(name), target, served[name])
     told = served[name] if isinstance(served[name], str) else "other tokens than peft's"
     assert reading.loads == right, f"check: {reading.loads} ({reading.reason}); vLLM: {'right' if right else told}"
+    refused = "refused" if isinstance(served[name], str) else "other tokens than peft's"
+    record_property("shows", ["vllm", f"adapter: {name}", "peft's tokens" if right else refused])
 
 
 @pytest.mark.parametrize("name", ADAPTERS)
@@ -125,10 +132,17 @@ def test_a_converted_adapter(name: str, served: dict[str, Any], adapted: Callabl
     assert all_follow(adapted(name), target, served[f"{name}, converted"])
 
 
-def test_a_merged_model(vllm: Vllm, target: Path, adapters: dict[str, Path], tmp_path: Path) -> None:
+def test_a_merged_model(
+    vllm: Vllm,
+    target: Path,
+    adapters: dict[str, Path],
+    tmp_path: Path,
+    record_property: Callable[[str, object], None],
+) -> None:
     merge_checkpoint(adapters["all linear maps"], str(target), tmp_path / "merged")
     job = {"llm": {"model": str(tmp_path / "merged"), "dtype": "float32", "max_model_len": 128}}
     (outputs,) = vllm(job | {"prompts": prompts(target), "max_new_tokens": NEW_TOKENS})
     merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
     for ids, output in zip(prompts(target), outputs, strict=True):
         assert_greedy(merged, ids, output)
+    record_property("shows", ["vllm", "merged model", "transformers' tokens"])
