@@ -25,6 +25,13 @@ SCRIPT = Path(__file__).with_name("llama_cpp.py")
 _ROWS: list[list[str]] = []
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Take a row from the mark ``shows(engine, what was served, figure)``, with the test's parameters filled in."""
+    for mark in item.iter_markers("shows"):
+        parameters = item.callspec.params if hasattr(item, "callspec") else {}
+        item.user_properties.append(("shows", [text.format(**parameters) for text in mark.args]))
+
+
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """Collect what passed tests show: ``record_property("shows", [engine, what was served, figure])``."""
     if report.when == "call" and report.passed:

@@ -50,6 +50,7 @@ def assert_same(found: list[int], expected: list[int], margins: list[float], nea
     assert len(found) >= len(expected) - 1
 
 
+@pytest.mark.shows("llama.cpp", "merged model: {name}, F32", "transformers' tokens, tokenizer and chats")
 @pytest.mark.parametrize("name", MODELS)
 def test_a_merged_model_gives_transformers_tokens(name: str, serve: Callable, tmp_path: Path) -> None:
     base = write_model(name, tmp_path / "base")
@@ -67,6 +68,7 @@ def test_a_merged_model_gives_transformers_tokens(name: str, serve: Callable, tm
             assert engine.post("apply-template", messages=messages)["prompt"] == shown
 
 
+@pytest.mark.shows("llama.cpp", "adapter beside its base: {name}", "transformers' tokens")
 @pytest.mark.parametrize("name", ["llama", "qwen2-yarn", "qwen3", "gemma3", "phi3", "gpt2"])
 def test_an_adapter_beside_its_base_gives_transformers_tokens(name: str, serve: Callable, tmp_path: Path) -> None:
     base = write_model(name, tmp_path / "base")
@@ -81,6 +83,7 @@ def test_an_adapter_beside_its_base_gives_transformers_tokens(name: str, serve: 
         assert_same(engine.generate(prompt, COUNT), *greedy(model, prompt, tokens.all_special_ids))
 
 
+@pytest.mark.shows("llama.cpp", "adapter of embeddings and head: {name}", "transformers' tokens")
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_an_adapter_of_embeddings_and_head(name: str, serve: Callable, tmp_path: Path) -> None:
     embedding, head = ("wte", "lm_head") if name == "gpt2" else ("embed_tokens", "lm_head")
@@ -95,6 +98,7 @@ def test_an_adapter_of_embeddings_and_head(name: str, serve: Callable, tmp_path:
         assert_same(engine.generate(prompt, COUNT), *greedy(model, prompt, tokens.all_special_ids))
 
 
+@pytest.mark.shows("llama.cpp", "merged model in {kind}", "log-probabilities of the file's values")
 @pytest.mark.parametrize("kind", TYPES)
 def test_each_type_loads_and_predicts_alike(kind: str, serve: Callable, tmp_path: Path) -> None:
     base = write_model("qwen2", tmp_path / "base")
@@ -114,6 +118,7 @@ def test_each_type_loads_and_predicts_alike(kind: str, serve: Callable, tmp_path
         assert abs(each["logprob"] - float(expected[each["id"]])) < within
 
 
+@pytest.mark.shows("llama.cpp", "quantised to {kind}", "the bytes of llama.cpp's own quantiser")
 @pytest.mark.parametrize("kind", [kind for kind in TYPES if kind.startswith("q")])
 def test_the_engine_quantises_to_the_same_bytes(
     kind: str, quantised: Callable[[Path, str], dict[str, str]], tmp_path: Path
@@ -126,6 +131,7 @@ def test_the_engine_quantises_to_the_same_bytes(
     assert not different
 
 
+@pytest.mark.shows("llama.cpp", "merged model: stories Llama, F32", "transformers' tokens")
 def test_a_real_model_of_stories(stories: Path, serve: Callable, tmp_path: Path) -> None:
     write_adapter(stories, tmp_path / "adapter", scale=0.02)
     model = peftlab.load_adapter(transformers.AutoModelForCausalLM.from_pretrained(stories), tmp_path / "adapter")
@@ -137,6 +143,7 @@ def test_a_real_model_of_stories(stories: Path, serve: Callable, tmp_path: Path)
             assert engine.tokenize(text) == tokens(text)["input_ids"], text
 
 
+@pytest.mark.shows("llama.cpp", "merged model: SmolLM2-135M from GGUF, F32", "transformers' tokens")
 def test_a_gguf_base(smollm2: str, serve: Callable, tmp_path: Path) -> None:
     place = locate(smollm2)
     model = transformers.AutoModelForCausalLM.from_pretrained(place.parent, gguf_file=place.name, dtype=torch.float32)
