@@ -2,8 +2,12 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-# Each worker takes whole files, so that what a file's fixtures make is made once.
-WORKERS ?= 2
+# Each worker takes whole files, so that what a file's fixtures make is made once, in the order of tests/conftest.py.
+# Three keep two cores busy: a fifth of the time, a test waits for processes or a clock.
+WORKERS ?= 3
+SHARED_OUT := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+# The many processes that tests start read compiled modules instead of compiling them again.
+unexport PYTHONDONTWRITEBYTECODE
 # Engines that serve, in an environment of their own: the tests drive them from the other one.
 ENGINES ?= .venv-engines
 
@@ -42,13 +46,13 @@ demo: install
 	$(BIN)/peftlab run recipes/quickstart.yaml --overwrite
 
 test: install $(VENV)/.quantised
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -q
+	$(BIN)/python -m pytest $(SHARED_OUT) -q
 
 test-long: install $(VENV)/.quantised
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -q -m long
+	$(BIN)/python -m pytest $(SHARED_OUT) -q -m long
 
 test-cpus: install $(VENV)/.quantised
-	$(BIN)/python -m tests.cpus -n $(WORKERS) --dist loadfile -q
+	$(BIN)/python -m tests.cpus $(SHARED_OUT) -q
 
 $(ENGINES)/.installed: tests/engines/requirements.txt
 	test -x $(ENGINES)/bin/python || $(PYTHON) -m venv $(ENGINES)

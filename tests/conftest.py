@@ -23,6 +23,25 @@ from tests.packages import MINILM, REVIEWS, SMOLLM2
 
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
+# Files of more than some fifteen seconds.
+LONGEST = (
+    "table/test_table_run.py",
+    "drafting/test_draft_runs.py",
+    "documents/test_documented_commands.py",
+    "drafting/test_kinds_end_to_end.py",
+    "decoding/test_sampled_decoding.py",
+    "decoding/test_lossless_gate.py",
+    "training/test_distributed.py",
+    "table/test_draft_tables.py",
+    "decoding/test_benchmark.py",
+    "training/test_language_runs.py",
+    "drafting/test_live_updates.py",
+    "training/test_state.py",
+    "drafting/test_eagle3_runs.py",
+    "checkpoints/test_merge.py",
+    "methods/test_method_contract.py",
+)
+
 
 @pytest.fixture(scope="session")
 def shared() -> Path:
@@ -33,9 +52,18 @@ def shared() -> Path:
     return path
 
 
-@pytest.fixture(scope="module")
-def empty_plots() -> Iterator[None]:
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the longest files first: a worker that took one of them last would end long after the others."""
+    place = {file: i for i, file in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get(item.nodeid.split("::")[0].removeprefix("tests/"), len(place)))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def empty_plots(request: pytest.FixtureRequest) -> Iterator[None]:
     """Leave the plots of reports empty: to draw them takes a third of a tiny run, and tests/reporting does it."""
+    if "reporting" in request.path.parts:
+        yield
+        return
     figure = pytest.importorskip("matplotlib.figure").Figure
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(figure, "savefig", lambda self, file, **options: file.write('<svg viewBox="0 0 1 1"></svg>'))

@@ -19,8 +19,6 @@ from peftlab.recipe import library
 from tests.command_line import invoke
 from tests.training import tiny
 
-pytestmark = pytest.mark.usefixtures("empty_plots")
-
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:

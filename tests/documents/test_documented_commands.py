@@ -117,7 +117,7 @@ GIVEN = {
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _at_home(tmp_path_factory: pytest.TempPathFactory, empty_plots: None) -> Iterator[None]:
+def _at_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Keep tokens and the shell's settings out of the user's home."""
     with pytest.MonkeyPatch.context() as patch:
         home = tmp_path_factory.mktemp("home")

@@ -35,7 +35,8 @@ from peftlab.recipe.load import load_recipe
 from peftlab.recipe.schema import DraftRecipe
 from peftlab.remote import RemoteDirectory
 
-SMALL = ["data.samples=4", "data.max_new_tokens=24", "train.epochs=2", "train.max_length=64", "train.eval_every=4"]
+SMALL = ["data.samples=4", "data.held_out=1", "data.max_new_tokens=12"]
+SMALL += ["train.epochs=2", "train.max_length=64", "train.eval_every=4"]
 
 
 def go(stories: Path, out: Path | str, *overrides: str, **options: Any) -> DraftResults:
@@ -171,7 +172,7 @@ class TestRun:
     )
     def test_other_ways(self, stories: Path, place: Path, overrides: list[str]) -> None:
         out = place / f"way-{abs(hash(tuple(overrides)))}"
-        results = go(stories, out, *overrides, "train.lr=1e-3", "data.held_out=1")
+        results = go(stories, out, *overrides, "train.lr=1e-3")
         assert results.score > results.baseline_score
         assert (out / "merged" / "config.json").exists() == ("houlsby" not in overrides[0])
 
@@ -257,7 +258,7 @@ class TestModes:
         steps = []
         for prompt in recipe.data.prompts[-recipe.data.held_out :]:
             ids, drafter = pair.tokenizer(prompt)["input_ids"], ModelDrafter(build_engine(draft))
-            steps += decode(pair.target, [ids], StoppingCriteria(24, pair.eos), drafter, policy=policy)
+            steps += decode(pair.target, [ids], StoppingCriteria(12, pair.eos), drafter, policy=policy)
         after = results.decoding.after
         assert after.block_efficiency == acceptance_statistics(steps).tau > 2
 
@@ -268,7 +269,7 @@ class TestModes:
         assert isinstance(recipe, DraftRecipe) and isinstance(recipe.data.prompts, list)
         (tmp_path / "p.txt").write_text("\n".join(recipe.data.prompts[-recipe.data.held_out :]) + "\n")
         arguments = ["--target", stories, "--draft", heads / "heads", "--prompts", tmp_path / "p.txt"]
-        settings = ["--max-new-tokens", 24, "--gamma", recipe.gamma, "--repeats", 1, "--json", tmp_path / "bench.json"]
+        settings = ["--max-new-tokens", 12, "--gamma", recipe.gamma, "--repeats", 1, "--json", tmp_path / "bench.json"]
         done = CliRunner().invoke(app, ["draft", "bench", *map(str, [*arguments, *settings])])
         assert done.exit_code == 0, done.output
         found = json.loads((tmp_path / "bench.json").read_text())

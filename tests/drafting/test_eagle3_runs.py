@@ -27,7 +27,8 @@ from peftlab.pipelines.recipes import run_recipe
 from peftlab.pipelines.update import update_draft
 from peftlab.recipe.load import load_recipe
 
-SMALL = ["data.samples=4", "data.max_new_tokens=24", "train.max_length=64", "train.epochs=10", "train.eval_every=20"]
+SMALL = ["data.samples=4", "data.held_out=1", "data.max_new_tokens=16"]
+SMALL += ["train.max_length=64", "train.epochs=10", "train.eval_every=20"]
 EAGLE = ["~method", "draft={kind: eagle3, vocabulary: 256}", "train.lr=6e-3"]
 
 

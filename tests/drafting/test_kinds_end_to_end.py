@@ -24,7 +24,8 @@ from peftlab.pipelines.recipes import run_recipe
 from peftlab.pipelines.update import update_draft, update_live
 from peftlab.recipe.load import load_recipe
 
-SMALL = ["data.samples=1", "data.max_new_tokens=16", "train.max_length=48", "train.max_steps=4", "train.eval_every=2"]
+SMALL = ["data.samples=1", "data.held_out=1", "data.max_new_tokens=8"]
+SMALL += ["train.max_length=48", "train.max_steps=4", "train.eval_every=2"]
 KINDS = {
     "medusa": ("{kind: medusa, heads: 2, bias: true, markov: 4, vocabulary: 300}", "null", "heads/model.safetensors"),
     "hydra": ("{kind: hydra, heads: 2, shared_head: true, vocabulary: 300}", "null", "heads/model.safetensors"),
@@ -125,7 +126,7 @@ def test_a_stream_is_answered_as_by_the_target_while_the_draft_learns(
     assert find_draft(found.draft)[0] is find_draft(str(place))[0]
     answers = json.loads((Path(found.draft) / "windows" / "0002.json").read_text())["requests"]
     pair, prompts = load_pair(str(stories)), [row["prompt_ids"] for row in rows[2:]]
-    plain = decode(pair.target, prompts, StoppingCriteria(16, pair.eos))
+    plain = decode(pair.target, prompts, StoppingCriteria(8, pair.eos))
     assert [answer["response_ids"] for answer in answers] == [output.tokens for output in plain]
 
 
@@ -141,7 +142,7 @@ def test_a_stream_is_answered_as_by_the_target_while_the_draft_learns(
 def test_a_target_in_16_bits_and_mixed_precision(stories: Path, place: Path, tmp_path: Path, sections: str) -> None:
     """``accelerate`` gives what a model returns in fp32, and the LM head stays as it is stored."""
     draft, method = sections.split(" method=")
-    half = ["base.dtype=bf16", "train.precision=bf16", "train.max_steps=2", "data.max_new_tokens=8", "data.held_out=1"]
+    half = ["base.dtype=bf16", "train.precision=bf16", "train.max_steps=2"]
     half += [f"data.cache={place / 'draft-data'}", f"output_dir={tmp_path / 'run'}"]
     overrides = [f"target={stories}", draft, f"method={method}", *SMALL, *half]
     results = run_recipe(load_recipe("draft/ci", overrides))
@@ -154,7 +155,6 @@ def test_a_draft_writes_its_own_text_in_mixed_precision(stories: Path, tmp_path:
         f"base.dtype={dtype}",
         "train.precision=bf16",
         "train.max_steps=2",
-        "data.max_new_tokens=8",
         f"output_dir={tmp_path / 'run'}",
     ]
     draft = ["draft={kind: model, truncate: {layers: [0, 4]}}", "method={name: lora, r: 4}", "data.on_policy=1"]

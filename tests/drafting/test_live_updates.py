@@ -26,6 +26,7 @@ from peftlab.recipe.load import load_recipe
 SMALL = [
     "data.samples=2",
     "data.max_prompts=9",
+    "data.held_out=1",
     "data.max_new_tokens=16",
     "train.max_steps=6",
     "train.max_length=64",

@@ -17,7 +17,8 @@ from peftlab.pipelines.recipes import run_recipe
 from peftlab.recipe.load import load_recipe
 from tests.command_line import invoke
 
-SMALL = ["data.samples=2", "data.max_new_tokens=16", "train.epochs=3", "train.max_length=64", "train.eval_every=3"]
+SMALL = ["data.samples=2", "data.held_out=1", "data.max_new_tokens=16"]
+SMALL += ["train.epochs=3", "train.max_length=64", "train.eval_every=3"]
 NEW = ["draft={kind: model, new: {layers: 1, width: 32}}", "method=full", "train.lr=1e-2", "train.epochs=12"]
 
 

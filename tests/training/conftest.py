@@ -24,11 +24,6 @@ def rows(tmp_path_factory):
     return tiny.save_rows(tmp_path_factory.mktemp("rows") / "rows.csv")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _quick_reports(empty_plots):
-    pass
-
-
 @pytest.fixture(scope="session", autouse=True)
 def _own_cache(tmp_path_factory):
     """Keep the tokens of these tests out of the user's cache."""
