@@ -24,7 +24,7 @@ class PeftlabError(Exception):
 
 
 @contextmanager
-def about(where: str | Path) -> Iterator[None]:
+def prefix_errors(where: str | Path) -> Iterator[None]:
     """Put the file or key ``where`` before the message of an error that is raised in the block."""
     try:
         yield

@@ -280,7 +280,7 @@ def read_object(path: str | Path) -> dict[str, Json]:
     return value
 
 
-def member(values: Mapping[str, object], key: str, kind: type[T], where: str | Path) -> T:
+def typed_value(values: Mapping[str, object], key: str, kind: type[T], where: str | Path) -> T:
     """Return the value of a key of a JSON object, which is of type ``kind``.
 
     Args:
@@ -304,7 +304,7 @@ def json_kind(value: object) -> str:
     return _KINDS.get(type(value), "a number")
 
 
-def real(path: str | Path) -> Path:
+def real_path(path: str | Path) -> Path:
     """Return ``path`` absolute and without links: it means the same whatever becomes of the current directory."""
     try:
         return Path(os.path.realpath(path))
@@ -322,7 +322,7 @@ def locked(file: Path, path: str | Path, *, wait: float = 0.0) -> Iterator[bool]
     Yields whether it is held: where the system has no locks, a warning is printed, and nothing is locked.
 
     A lock ends with the process that holds it, however that ends, so that nothing has to be removed by hand. A file
-    server may keep the lock of a host that is gone: the file names host and process, for ``remove_lost``. Missing
+    server may keep the lock of a host that is gone: the file names host and process, for ``remove_lost_lock``. Missing
     directories above ``file`` are made, and removed again if nothing was put into them.
 
     Args:
@@ -396,7 +396,7 @@ def is_locked(directory: str | Path) -> bool:
     from filelock import lock_descriptor
 
     try:
-        descriptor = os.open(real(directory) / LOCK, os.O_RDWR)
+        descriptor = os.open(real_path(directory) / LOCK, os.O_RDWR)
     except OSError:
         return False
     try:
@@ -407,14 +407,14 @@ def is_locked(directory: str | Path) -> bool:
         os.close(descriptor)
 
 
-def remove_lost(directory: str | Path, hosts: Collection[str]) -> None:
+def remove_lost_lock(directory: str | Path, hosts: Collection[str]) -> None:
     """Remove the lock on a run directory if a host that is gone holds it.
 
     Args:
         directory: the run directory.
         hosts: the names of the hosts that are alive.
     """
-    file = real(directory) / LOCK
+    file = real_path(directory) / LOCK
     host, _ = _owner(file)
     if host and host not in hosts:
         file.unlink(missing_ok=True)
@@ -514,16 +514,16 @@ def write_mark(directory: Path, mark: Mark) -> None:
     write_json(directory / MARK, {"written_by": "peftlab", "kind": mark.kind, "files": list(mark.files)})
 
 
-def record(directory: Path, name: str) -> None:
+def record_file(directory: Path, name: str) -> None:
     """Add the file ``name``, which is about to be written into ``directory``, to the directory's mark."""
     mark = read_mark(directory)
     if mark is not None and glob.escape(name) not in mark.files:
         write_mark(directory, Mark(mark.kind, [*mark.files, glob.escape(name)]))
 
 
-def contains(outer: str | Path, inner: str | Path) -> bool:
+def contains_path(outer: str | Path, inner: str | Path) -> bool:
     """Return whether ``inner`` is ``outer`` or below it: by device and inode, so through links and bind mounts too."""
-    above = {path for start in (Path(inner).absolute(), real(inner)) for path in (start, *start.parents)}
+    above = {path for start in (Path(inner).absolute(), real_path(inner)) for path in (start, *start.parents)}
     return os.path.exists(outer) and any(os.path.exists(path) and os.path.samefile(path, outer) for path in above)
 
 
@@ -548,7 +548,7 @@ def refuse_loss(
     """
     if is_url(path):
         raise PeftlabError(f"{path}: written on this machine alone; only the output_dir of a run may be a URL")
-    place = real(path)
+    place = real_path(path)
     try:
         obstacle = _obstacle(place, kind, inputs or {}, overwrite, advice) if os.path.lexists(place) else ""
     except OSError as error:
@@ -570,7 +570,7 @@ def _obstacle(place: Path, kind: str, inputs: Inputs, overwrite: bool, advice: s
             if value and (path := Path(value).expanduser()).exists():
                 kept.append((name, path))
     for name, path in kept:
-        if contains(place, path):
+        if contains_path(place, path):
             return f"is or contains {name} ({path}); {other}"
     if not place.is_dir():
         return f"exists already and is not a directory; {other}"
@@ -637,7 +637,7 @@ class Claim:
 
     def begin(self) -> None:
         """Write the directory's mark; with ``overwrite``, remove first what an earlier run left in it."""
-        place = real(self.path)
+        place = real_path(self.path)
         if self._overwrite:
             refuse_loss(self.path, self._mark.kind, overwrite=True, inputs=self._inputs)
             # The mark stays until all else is gone: if this process is killed, the rest can still be removed. A
@@ -686,7 +686,7 @@ def claimed(
     if not main_process():
         yield claim
         return
-    place = real(path)
+    place = real_path(path)
     refuse = partial(refuse_loss, path, mark.kind, overwrite=overwrite, inputs=inputs, advice=advice)
 
     def begun() -> bool:  # by another process that shares it: the one with the lock writes the mark first
@@ -722,7 +722,7 @@ def remove(path: str | Path, kind: str, inputs: Inputs | None = None) -> None:
     Args:
         path, kind, inputs: as in ``refuse_loss``, whose conditions it must meet.
     """
-    place = real(path)
+    place = real_path(path)
     if place.exists():
         with locked(place / LOCK, path):
             refuse_loss(path, kind, overwrite=True, inputs=inputs)
@@ -772,7 +772,7 @@ def staged_directory(
     from concurrent.futures import ThreadPoolExecutor
 
     refuse_loss(path, kind, overwrite=overwrite, inputs=inputs)
-    place = real(path)
+    place = real_path(path)
     with write_errors(path, "nothing was left behind"), scratch_directory(place, "out") as scratch:
         staging, old = scratch / "new", scratch / "old"
         staging.mkdir()
@@ -818,7 +818,7 @@ def staged_file(path: str | Path, *, overwrite: bool = False, inputs: Inputs | N
     """
     if is_url(path):
         raise PeftlabError(f"{path}: written on this machine alone; only the output_dir of a run may be a URL")
-    place = real(path)
+    place = real_path(path)
 
     def refuse() -> None:
         for name, value in (inputs or {}).items():

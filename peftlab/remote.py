@@ -164,7 +164,7 @@ class RemoteDirectory:
         with suppress(_Absent):
             self._ask("be removed", lambda: self._system.rm_file(f"{self._root}/{name}"), name)
 
-    def own_files(self, names: Collection[str]) -> list[str]:
+    def listed_files(self, names: Collection[str]) -> list[str]:
         """Return those of ``names`` that the nearest mark above lists: files that peftlab wrote and completed."""
         marks = {PurePosixPath(name).parent: self.read_mark(name) for name in names if PurePosixPath(name).name == MARK}
 
@@ -331,11 +331,11 @@ def mirrored(
     remote = RemoteDirectory(url)
     with locked(place.parent / LOCK, url):
         names = remote.versions()
-        ours = remote.own_files(names)
+        ours = remote.listed_files(names)
         _refuse_loss_at(remote, mark, names, overwrite=overwrite, resume=resume, advice=advice)
         mirror = Mirror(remote, place, () if resume else ours)
         if resume:
-            complete = _is_as_far(remote, names, place)
+            complete = _has_newest_checkpoint(remote, names, place)
             if not complete:
                 _download_all(remote, ours, place)
             mirror.continue_with(ours, downloaded=not complete)
@@ -371,7 +371,7 @@ def _refuse_loss_at(
         raise PeftlabError(f"{remote.url} exists already; {advice}")
 
 
-def _is_as_far(remote: RemoteDirectory, names: Collection[str], directory: Path) -> bool:
+def _has_newest_checkpoint(remote: RemoteDirectory, names: Collection[str], directory: Path) -> bool:
     """Return whether a directory has the newest checkpoint of the run whose files ``names`` are, or a newer one."""
     recipe = directory / "recipe.yaml"
     if not recipe.is_file() or recipe.read_bytes() != remote.read("recipe.yaml"):
@@ -412,7 +412,7 @@ def download_run(url: str) -> Path:
     remote = RemoteDirectory(url)
     place = local_place(remote.url, "references")
     with locked(place.parent / LOCK, remote.url, wait=60.0):
-        names = [name for name in remote.own_files(remote.versions()) if not name.startswith(_CHECKPOINTS)]
+        names = [name for name in remote.listed_files(remote.versions()) if not name.startswith(_CHECKPOINTS)]
         if MARK not in names:
             raise PeftlabError(f"{remote.url}: not a run that peftlab wrote (it has no {MARK})")
         _download_all(remote, names, place)

@@ -29,20 +29,20 @@ from peftlab.files import (
     STAGING_PREFIX,
     Mark,
     claimed,
-    contains,
+    contains_path,
     locked,
-    member,
     parse_json,
     read_json,
     read_mark,
     read_object,
-    record,
+    record_file,
     refuse_loss,
     remove,
     replacing,
     scratch_directory,
     staged_directory,
     to_json,
+    typed_value,
     write_mark,
     write_text,
 )
@@ -90,11 +90,11 @@ def test_an_object_is_required(tmp_path: Path, value: object, kind: str) -> None
 
 def test_a_member_has_its_type() -> None:
     values = {"r": 8, "flag": True, "names": ["a"]}
-    assert member(values, "r", int, "x.json") == 8 and member(values, "names", list, "x.json") == ["a"]
+    assert typed_value(values, "r", int, "x.json") == 8 and typed_value(values, "names", list, "x.json") == ["a"]
     with pytest.raises(PeftlabError, match=r"x\.json: flag must be a number, not true or false"):
-        member(values, "flag", int, "x.json")
+        typed_value(values, "flag", int, "x.json")
     with pytest.raises(PeftlabError, match=r"x\.json: alpha is missing"):
-        member(values, "alpha", int, "x.json")
+        typed_value(values, "alpha", int, "x.json")
 
 
 @dataclass
@@ -329,7 +329,7 @@ class TestWhatIsReplaced:
 
     def test_what_is_added_later_is_recorded(self, tmp_path: Path) -> None:
         model(tmp_path / "m")
-        record(tmp_path / "m", "tokenizer[1].json")
+        record_file(tmp_path / "m", "tokenizer[1].json")
         (tmp_path / "m" / "tokenizer[1].json").write_text("{}")
         model(tmp_path / "m")
 
@@ -372,7 +372,7 @@ class TestWhatIsProtected:
         try:
             refused(place, "contains the base", **{"the base": tmp_path / "mounted"})
             refused(place / "merged", "is or contains the base", "model", **{"the base": tmp_path / "mounted"})
-            assert contains(tmp_path / "mounted", place / "merged" / "new" / "directory")
+            assert contains_path(tmp_path / "mounted", place / "merged" / "new" / "directory")
         finally:
             subprocess.run(["umount", tmp_path / "mounted"], check=True)
 

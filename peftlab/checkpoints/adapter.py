@@ -30,12 +30,12 @@ from peftlab.checkpoints.peft_format import (
     read_peft,
     resolve_names,
     split_embeddings,
-    tied_twins,
+    tied_aliases,
     to_peft_config,
 )
 from peftlab.checkpoints.tensors import read_pickle, read_tensors, write_tensors
-from peftlab.errors import PeftlabError, about, did_you_mean, nearest
-from peftlab.files import Json, member, parse_json, read_object, replacing, write_json
+from peftlab.errors import PeftlabError, did_you_mean, nearest, prefix_errors
+from peftlab.files import Json, parse_json, read_object, replacing, typed_value, write_json
 from peftlab.methods.base import has_suffix
 from peftlab.methods.config import METHODS, LoraConfig, MethodConfig
 from peftlab.methods.inject import (
@@ -252,8 +252,8 @@ def _adapter_from(
         method = raw.get("method")
         if not isinstance(method, dict) or method.get("name") not in list(METHODS):
             raise PeftlabError(f"{file}: neither a peft adapter (no peft_type) nor one of peftlab (no known method)")
-        with about(file):
-            config = make_config(member(method, "name", str, "method"), **method)
+        with prefix_errors(file):
+            config = make_config(typed_value(method, "name", str, "method"), **method)
     if problem := config.mismatch({name: tensor.shape for name, tensor in tensors.items()}):
         raise PeftlabError(f"{file} does not fit {weights.name}: {problem}")
     keys = ("base_model_name_or_path", "task_type", "revision")
@@ -355,11 +355,11 @@ def read_adapterhub(directory: Path, raw: Mapping[str, Json]) -> tuple[MethodCon
     head = next((directory / name for name in _HEAD_FILES if (directory / name).exists()), None)
     if head is not None:
         tensors |= _state_dict(directory, head.name)
-    settings = member(raw, "config", dict, path)
-    with about(path):
+    settings = typed_value(raw, "config", dict, path)
+    with prefix_errors(path):
         if settings.get("architecture") == "lora":
             return _lora(settings), {re.sub(r"\.loras\.[^.]+\.", ".", key): tensor for key, tensor in tensors.items()}
-        model_type = member(raw, "model_type", str, "the base model")
+        model_type = typed_value(raw, "model_type", str, "the base model")
         config = _bottleneck(settings, tensors, train_head=head is not None)
         return config, {_bottleneck_name(key, model_type): tensor for key, tensor in tensors.items()}
 
@@ -371,7 +371,7 @@ def _lora(settings: Mapping[str, Json]) -> MethodConfig:
         raise PeftlabError(f"attn_matrices={matrices!r} is not supported; q, k and v are")
     return make_config(
         "lora",
-        r=member(settings, "r", int, "config"),
+        r=typed_value(settings, "r", int, "config"),
         lora_alpha=settings.get("alpha"),
         target_modules=[_ATTENTION[matrix] for matrix in matrices],
         lora_dropout=settings.get("dropout", 0.0),
@@ -386,8 +386,8 @@ def _bottleneck(settings: Mapping[str, Json], tensors: Mapping[str, Tensor], tra
     return make_config(
         "houlsby",
         bottleneck=downs[0].shape[0],
-        non_linearity=member(settings, "non_linearity", str, "config").lower(),
-        placement="houlsby" if member(settings, "mh_adapter", bool, "config") else "pfeiffer",
+        non_linearity=typed_value(settings, "non_linearity", str, "config").lower(),
+        placement="houlsby" if typed_value(settings, "mh_adapter", bool, "config") else "pfeiffer",
         skip_layers=settings.get("leave_out") or None,
         train_layer_norms=False,
         train_head=train_head,
@@ -443,7 +443,7 @@ def read_loralib(path: Path, lora_alpha: float | None) -> tuple[MethodConfig, di
     first = tensors[f"{modules[0]}.lora_A"]
     if first.ndim < 2:
         raise PeftlabError(f"{path}: {modules[0]}.lora_A has shape {tuple(first.shape)} and is not a matrix")
-    with about(path):
+    with prefix_errors(path):
         config = make_config("lora", r=first.shape[0], lora_alpha=lora_alpha, target_modules=modules)
     return config, tensors
 
@@ -581,7 +581,7 @@ def _with_values(model: nn.Module, values: Mapping[str, Tensor] | None) -> Itera
     if missing:
         raise PeftlabError(f"state_dict has no {missing}")
     given = {name: nn.Parameter(values[name].detach()) for name in own}
-    twins = tied_twins(model)
+    twins = tied_aliases(model)
     _set_parameters(model, given | {twin: given[name] for twin, name in twins.items()})
     try:
         yield
@@ -619,7 +619,7 @@ def by_parameter_name(model: nn.Module, tensors: Mapping[str, Tensor], *, source
     Args:
         model: with the adapter injected. tensors: by the names in the file. source: the adapter's path, for messages.
     """
-    trained, twins = trainable_parameters(model), tied_twins(model)
+    trained, twins = trainable_parameters(model), tied_aliases(model)
     keys: dict[str, str] = {}
     for key, tensor in tensors.items():
         module, _, last = key.rpartition(".")
@@ -713,7 +713,7 @@ def load_model(
     )
     for place, adapter in adapters:
         # Injection draws values that the adapter's then replace: what the caller draws must not depend on that.
-        with about(place), torch.random.fork_rng(devices=[]):
+        with prefix_errors(place), torch.random.fork_rng(devices=[]):
             merge(load_adapter(model, adapter))
         fresh = [name for name in fresh if name not in adapter.tensors]
     model.config._name_or_path = reference

@@ -42,13 +42,13 @@ from peftlab.checkpoints.tensors import Copy, OutputFile, open_shards, run, writ
 from peftlab.errors import PeftlabError
 from peftlab.files import (
     MARK,
-    contains,
-    member,
+    contains_path,
     read_object,
-    real,
+    real_path,
     scratch_directory,
     staged_directory,
     staged_file,
+    typed_value,
     write_errors,
     write_json,
     write_text,
@@ -303,7 +303,7 @@ def _plain_base(reference: str, adapter: Adapter, out: Path, options: MergeOptio
     if place is not None:
         yield place, []
         return
-    with write_errors(out), scratch_directory(real(out), "base") as directory:
+    with write_errors(out), scratch_directory(real_path(out), "base") as directory:
         if inner := find_model(reference).adapters:
             plain = directory / "merged"
             merge_checkpoint(inner[-1], None, plain, MergeOptions(trust_remote_code=options.trust_remote_code))
@@ -358,7 +358,7 @@ def refuse_overlap(out: Path, base: Path) -> None:
     Args:
         out: the directory to write. base: the directory of the base model.
     """
-    if contains(base, out) or contains(out, base):
+    if contains_path(base, out) or contains_path(out, base):
         raise PeftlabError(f"{out} is, is inside or contains the base directory {base}; choose another directory")
 
 
@@ -515,7 +515,11 @@ def _loading(architecture: str, name: str, out: Path) -> str:
 def _base_licence(base: Path) -> dict[str, str]:
     """Return the licence lines of the base's own card: ``license``, ``license_name``, ``license_link``."""
     card = base / "README.md"
-    text = card.read_text(encoding="utf-8", errors="replace") if card.is_file() and _belongs(card, base) else ""
+    text = (
+        card.read_text(encoding="utf-8", errors="replace")
+        if card.is_file() and _is_within_checkpoint(card, base)
+        else ""
+    )
     front = re.match(r"---\n(.*?)\n---", text, re.DOTALL)
     lines = re.findall(r"^(license(?:_name|_link)?): *(\S.*)$", front.group(1), re.MULTILINE) if front else []
     return {key: value.strip().strip("'\"") for key, value in lines}
@@ -527,7 +531,7 @@ def _copy(source: Path, out: Path, patterns: tuple[str, ...]) -> list[str]:
         if not any(fnmatch(entry.name, pattern) for pattern in patterns):
             continue
         for file in sorted(entry.rglob("*")) if entry.name == "additional_chat_templates" else [entry]:
-            if not _belongs(file, source):
+            if not _is_within_checkpoint(file, source):
                 notes.append(f"{file} was left out: it is a link to {os.path.realpath(file)}, outside {source}")
             elif file.is_file():
                 copied = out / file.relative_to(source)
@@ -536,7 +540,7 @@ def _copy(source: Path, out: Path, patterns: tuple[str, ...]) -> list[str]:
     return notes
 
 
-def _belongs(file: Path, directory: Path) -> bool:
+def _is_within_checkpoint(file: Path, directory: Path) -> bool:
     """Whether a file is within the directory once links are followed, or is the hub cache's own copy of it.
 
     The cache keeps contents in ``blobs`` and links to them from ``snapshots/<revision>``.
@@ -565,12 +569,14 @@ def unmerge_checkpoint(
     merged, out = Path(merged), Path(out)
     report = merged / "merge.json"
     values = read_object(report)
-    rows = member(values, "tensors", list, report)
+    rows = typed_value(values, "tensors", list, report)
     objects = [row for row in rows if isinstance(row, dict)]
     if len(objects) < len(rows):
         raise PeftlabError(f"{report}: tensors must be a list of objects")
-    changed = {member(row, "name", str, report) for row in objects} | set(member(values, "dropped", dict, report))
-    named = member(values, "base", str, report)
+    changed = {typed_value(row, "name", str, report) for row in objects} | set(
+        typed_value(values, "dropped", dict, report)
+    )
+    named = typed_value(values, "base", str, report)
     revision = values.get("revision") if base in (None, named) else None
     directory = base_directory(str(base or named), revision=revision if isinstance(revision, str) else None)
     for place in (merged, directory):

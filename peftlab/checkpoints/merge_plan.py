@@ -21,7 +21,7 @@ from peftlab.checkpoints.peft_format import new_names, split_embeddings
 from peftlab.checkpoints.quantised import FP8, TrainingWeights, compressible
 from peftlab.checkpoints.tensors import DTYPES, NAMES, Shard, open_shards
 from peftlab.errors import PeftlabError, did_you_mean, reason
-from peftlab.files import Json, member, read_object
+from peftlab.files import Json, read_object, typed_value
 from peftlab.methods.base import Adapted, addition, refuse_unfoldable
 from peftlab.methods.inject import inject
 from peftlab.methods.lora.layers import OwnCopy
@@ -442,11 +442,11 @@ def _write_tied(plan: MergePlan, found: dict[str, Place], groups: list[list[str]
     """
     holders = _holders(plan.shards, found)
     groups = [names for names in groups if any(name in holders or name in plan.given for name in names)]
-    apart = [names for names in groups if len({_merged_value(plan, name) for name in names}) > 1]
+    untied = [names for names in groups if len({_merged_value(plan, name) for name in names}) > 1]
     extra: list[Target] = []
     for names in groups:
         held = [name for name in names if name in holders]
-        if not apart:
+        if not untied:
             # A larger model around this one may not tie what this one does: there both are written.
             for name in held[1:] if plan.composite is None else []:
                 plan.dropped[holders[name][1]] = f"tied to {held[0]}"
@@ -455,8 +455,8 @@ def _write_tied(plan: MergePlan, found: dict[str, Place], groups: list[list[str]
             shard, key = holders[held[0]]
             prefix = key.removesuffix(held[0]) if plan.composite is not None else ""
             extra += [_target(plan, shard, key, Place(name, prefix + name)) for name in names if name not in holders]
-    if apart:
-        plan.notes += [f"{' and '.join(names)} were tied and differ now: both are written" for names in apart]
+    if untied:
+        plan.notes += [f"{' and '.join(names)} were tied and differ now: both are written" for names in untied]
         for config in (plan.model.config, plan.model.config.get_text_config()):
             config.tie_word_embeddings = False
     written = {place.name for place in found.values()} | {target.name for target in extra}
@@ -464,7 +464,7 @@ def _write_tied(plan: MergePlan, found: dict[str, Place], groups: list[list[str]
     for name, tensor in plan.given.items():
         if name not in written | tied:
             extra.append(Target(name, name, NAMES[getattr(torch, plan.dtype)], tuple(tensor.shape)))
-            tied |= {other for names in groups if not apart and name in names for other in names}
+            tied |= {other for names in groups if not untied and name in names for other in names}
     return extra
 
 
@@ -669,7 +669,7 @@ def closest_model(
         config = part
         if type(config).__module__.startswith("transformers."):
             config = _config_of(trained, config, source)
-        return empty_model(member(adapter.base, "architecture", str, source), config, base, trust_remote_code), []
+        return empty_model(typed_value(adapter.base, "architecture", str, source), config, base, trust_remote_code), []
     own, autos = (config.architectures or [])[:1], list(_AUTO.values())
     # The class of a model of images and text is the base's own, whatever task its adapter names.
     names = [_AUTO[adapter.task_type], *own] if adapter.task_type in _AUTO else own + autos

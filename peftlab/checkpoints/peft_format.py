@@ -16,7 +16,7 @@ from peftlab.methods.base import fully_trained, has_suffix
 from peftlab.methods.config import ALL_LINEAR, PEFT_IGNORED, PEFT_REFUSED, LoraConfig
 from peftlab.methods.inject import Injection, injection_of, trainable_parameters
 from peftlab.methods.lora.layers import LoraAttention, LoraExperts, LowRank, OwnCopy, TokenRows
-from peftlab.methods.lora.plan import matching_only, matrices, never_called
+from peftlab.methods.lora.plan import matching_only, matrices, uncalled_modules
 from peftlab.models.architectures import conv1d, embeddings_of, inside, model_type, task_head
 from peftlab.models.load import places
 from peftlab.patterns import matching
@@ -337,13 +337,13 @@ def resolve_names(
     config, tensors = _with_new_names(model, config, tensors)
     config, tensors = _matrices(model, _by_full_names(model, config, tensors), tensors)
     config, notes = _head(model, config, set(tensors))
-    unused = [name for name in never_called(model) if f"{name.removesuffix('out_proj')}lora_A" not in tensors]
+    unused = [name for name in uncalled_modules(model) if f"{name.removesuffix('out_proj')}lora_A" not in tensors]
     # Their factors, that is: the biases train with bias="all".
     without_effect = {key for key in tensors if inside(key, unused) and key.rpartition(".")[2] in FACTORS}
     if uncalled := sorted({key.rpartition(".")[0] for key in without_effect}):
         tensors = {key: tensor for key, tensor in tensors.items() if key not in without_effect}
         notes = (*notes, f"left out {', '.join(uncalled)}: attention never calls it, so that it has no effect")
-    half = [name for name in never_called(model) if f"{name}.lora_A" in tensors]
+    half = [name for name in uncalled_modules(model) if f"{name}.lora_A" in tensors]
     if half:
         notes = (
             *notes,
@@ -458,10 +458,10 @@ def changed_embeddings(model: nn.Module, saved: Mapping[str, Tensor]) -> tuple[d
         parameter = injection_of(model).originals.get(name, model.get_parameter(name).detach())
         if not _equals(parameter, tensor):
             changed[name] = tensor
-            apart = (parameter.cpu() != tensor.to(parameter.dtype)).reshape(len(tensor), -1).any(1)
+            differing_rows = (parameter.cpu() != tensor.to(parameter.dtype)).reshape(len(tensor), -1).any(1)
             notes.append(
-                f"the adapter contains {name}, and {int(apart.sum())} of its {len(tensor)} rows are not the base "
-                "model's: the adapter's values are used"
+                f"the adapter contains {name}, and {int(differing_rows.sum())} of its {len(tensor)} rows are not the "
+                "base model's: the adapter's values are used"
             )
     return changed, tuple(notes)
 
@@ -542,7 +542,7 @@ def to_peft_config(model: nn.Module, injection: Injection, reference: str | None
     modules = {name for name, _ in model.named_modules()}
     # peft lists modules there; a single parameter of a head it finds by its key alone.
     whole = [name for name in fully_trained(model, config.modules_to_save, head=config.train_head) if name in modules]
-    twins = {name.rpartition(".")[0] for name in _whole_twins(model)}
+    twins = {name.rpartition(".")[0] for name in _whole_tied_aliases(model)}
     whole += sorted(twins - set(whole))
     transposed = any(isinstance(model.get_submodule(name), conv1d()) for name in injection.replaced)
     ranks, alphas = _ranks_and_alphas(model, config, leaves, matrices)
@@ -593,7 +593,7 @@ def adapter_tensors(
     """
     tensors = {name: parameter.detach() for name, parameter in trainable_parameters(model).items()}
     tensors |= {**(others or {}), **{name: model.get_parameter(name).detach() for name in injection.frozen}}
-    tensors |= {twin: tensors[name] for twin, name in _whole_twins(model).items()}
+    tensors |= {twin: tensors[name] for twin, name in _whole_tied_aliases(model).items()}
     for name in injection.replaced:
         leaf = model.get_submodule(name)
         if _rank_grew(leaf):
@@ -602,16 +602,16 @@ def adapter_tensors(
     return {to_peft_key(name, model): tensor for name, tensor in tensors.items()}
 
 
-def tied_twins(model: nn.Module) -> dict[str, str]:
+def tied_aliases(model: nn.Module) -> dict[str, str]:
     """Return the other names of tied trained parameters, each with the name that ``trainable_parameters`` uses."""
     known = {id(parameter): name for name, parameter in trainable_parameters(model).items()}
     every = model.named_parameters(remove_duplicate=False)
     return {name: known[id(p)] for name, p in every if id(p) in known and known[id(p)] != name}
 
 
-def _whole_twins(model: nn.Module) -> dict[str, str]:
-    """Return ``tied_twins`` without the rows of tokens, of which peft writes one copy and ties it by itself."""
-    return {twin: name for twin, name in tied_twins(model).items() if not has_suffix(name, "token_rows")}
+def _whole_tied_aliases(model: nn.Module) -> dict[str, str]:
+    """Return ``tied_aliases`` without the rows of tokens, of which peft writes one copy and ties it by itself."""
+    return {twin: name for twin, name in tied_aliases(model).items() if not has_suffix(name, "token_rows")}
 
 
 def _task_type(model: nn.Module, whole: list[str]) -> str | None:

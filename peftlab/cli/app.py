@@ -308,9 +308,9 @@ def predict(
 ) -> object:
     """Label the rows of a file, with the probability of every class."""
     from peftlab.pipelines.predict import STREAM, predict_file
-    from peftlab.reporting.console import counting_rows
+    from peftlab.reporting.console import row_counter
 
-    with counting_rows() as on_rows:
+    with row_counter() as on_rows:
         found = predict_file(
             reference,
             source,

@@ -324,7 +324,9 @@ def generate(
         return answer
     if not chat:
         raise PeftlabError("--prompt: missing; give a text to continue, or --chat for a conversation")
-    return {"answers": _talk(load_writer(target, draft, options, drafter=drafter, stop=stop or [], chat=True))}
+    return {
+        "answers": _hold_conversation(load_writer(target, draft, options, drafter=drafter, stop=stop or [], chat=True))
+    }
 
 
 # The terminal of a chat: lines typed or piped are turns, answers appear as they are written
@@ -348,7 +350,7 @@ def _end_line(answer: GeneratedText) -> None:
     print(line if answer.reason != "interrupt" else "[stopped]", file=sys.stderr, flush=True)
 
 
-def _talk(writer: Writer) -> list[GeneratedText]:
+def _hold_conversation(writer: Writer) -> list[GeneratedText]:
     """Hold a conversation until the input ends, and return the answers; a line is a turn."""
     from peftlab.pipelines.generate import converse
 

@@ -280,7 +280,7 @@ def bench(
         conditions=run.conditions,
         categories=_category_results(run, first),
         prompts=[_prompt_result(q, run.records, first, i) for i, q in enumerate(fitting)],
-        skipped=[q.id for q in questions if not fits(target, q)],
+        skipped=[q.id for q in questions if not has_room_for_output(target, q)],
     )
 
 
@@ -309,7 +309,7 @@ def compare(
     """
     if not drafters:
         raise PeftlabError("drafters: none given, nothing to compare with plain decoding")
-    fitting = [q for q in questions if fits(target, q)]
+    fitting = [q for q in questions if has_room_for_output(target, q)]
     if not fitting:
         raise PeftlabError("prompts: none fits the model's context" if questions else "prompts: none given")
     size = settings.batch_size
@@ -328,7 +328,7 @@ def compare(
     return Comparison(target, settings, batches, records, drafting, watch.conditions(records[PLAIN].seconds))
 
 
-def fits(target: Engine, question: Question) -> bool:
+def has_room_for_output(target: Engine, question: Question) -> bool:
     """Return whether a prompt leaves room for at least one token of output in the target's context.
 
     Args:
@@ -539,7 +539,7 @@ def measure_pool(
         PeftlabError: a batch size below 2.
     """
     check_pool(settings.batch_size)
-    fitting = [question for question in questions if fits(target, question)]
+    fitting = [question for question in questions if has_room_for_output(target, question)]
     modes = {
         (each, pooled): _DecodingMode(target, settings, fitting, each, maker, pooled)
         for each, maker in ((PLAIN, None), (name, make))

@@ -577,8 +577,8 @@ class _Batch:
         """Return what the drafter proposes: at most as many tokens as can be emitted with one more after them."""
         if self.drafter is not None:
             rooms = [_remaining_tokens(self.target, row, self.stopping) - 1 for row in rows]
-            asked = [row.policy.budget(len(rows)) for row in rows]
-            budgets = [max(0, min(*both, _SPARE_SLOTS)) for both in zip(asked, rooms, strict=True)]
+            policy_budgets = [row.policy.budget(len(rows)) for row in rows]
+            budgets = [max(0, min(*both, _SPARE_SLOTS)) for both in zip(policy_budgets, rooms, strict=True)]
             if any(budgets):
                 return self.drafter.propose(rows, budgets)
         return Proposal.empty(len(rows), self.target.device)

@@ -47,7 +47,7 @@ from peftlab.decoding.cache import (
 from peftlab.decoding.flat import FlatEngine, structure_of
 from peftlab.decoding.recurrent import MIXERS, RecurrentEngine
 from peftlab.errors import PeftlabError
-from peftlab.models.quantised import inputs_as_they_are, int8_maps
+from peftlab.models.quantised import int8_maps, unquantised_inputs
 from peftlab.untyped import Unwrapped
 
 
@@ -346,7 +346,7 @@ def _eval_mode(model: nn.Module) -> Iterator[None]:
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
-        with inputs_as_they_are(int8_maps(model)):
+        with unquantised_inputs(int8_maps(model)):
             yield
     finally:
         for module in training:
@@ -476,7 +476,7 @@ class TransformersEngine:
         head_inputs: list[Tensor] = []
         hook = self.head.register_forward_pre_hook(lambda _, inputs: head_inputs.append(inputs[0]))
         try:
-            with inputs_as_they_are(self._int8):
+            with unquantised_inputs(self._int8):
                 logits, features = self._logits(cache, tokens, positions, block, keep)
         finally:
             hook.remove()

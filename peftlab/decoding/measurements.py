@@ -402,7 +402,7 @@ class OverlapMeter:
         return OverlapRates(self._overlap / n, self._argmax / n, self._p_of_argmax / n)
 
 
-def emitted_law(p: Tensor, allowed: Tensor, drawn_from: Sequence[Tensor]) -> Tensor:
+def emitted_distribution(p: Tensor, allowed: Tensor, drawn_from: Sequence[Tensor]) -> Tensor:
     """Return the distribution of the token that a rule emits after a prefix for which children were drafted, [V].
 
     Args:
@@ -457,7 +457,7 @@ class DistanceMeter:
 
     def __call__(self, rows: list[Row], verified: Verified) -> None:
         draft = verified.draft
-        laws, allowed = self.rule.laws(verified.output.logits, self.sampling)
+        laws, allowed = self.rule.distribution_and_mask(verified.output.logits, self.sampling)
         for i, path in enumerate(verified.paths):
             tokens = draft.tokens[i].tolist()
             drawn = one_hot(draft.tokens[i], laws) if draft.probs is None else draft.probs[i]
@@ -466,7 +466,7 @@ class DistanceMeter:
                     child for child, parent in enumerate(draft.parents_of(i)) if parent == node and tokens[child] >= 0
                 ]
                 p = laws[i, node + 1]
-                law = emitted_law(p, allowed[i, node + 1], [drawn[child] for child in below])
+                law = emitted_distribution(p, allowed[i, node + 1], [drawn[child] for child in below])
                 self._total += float((law - p).abs().sum()) / 2
                 self.tokens += 1
 

@@ -26,7 +26,7 @@ from peftlab.decoding.engines import build_engine
 from peftlab.decoding.sampling import Sampling
 from peftlab.decoding.table import DRAWN, HEAD, TIMES, Window
 from peftlab.errors import PeftlabError
-from peftlab.files import member, read_object, record, write_json
+from peftlab.files import read_object, record_file, typed_value, write_json
 
 
 def check_vocabulary(engine: Engine, state: TargetState) -> None:
@@ -42,7 +42,7 @@ def check_vocabulary(engine: Engine, state: TargetState) -> None:
         )
 
 
-def room(engine: Engine, row: Row, budget: int) -> int:
+def context_room(engine: Engine, row: Row, budget: int) -> int:
     """Return the number of tokens that a draft can propose before its own context is full.
 
     Args:
@@ -57,7 +57,7 @@ def read_rows(engine: Engine, cache: KVCache, rows: list[Row]) -> None:
     Args:
         engine, cache: of the draft. rows: the sequences.
     """
-    readable = [row for row in rows if room(engine, row, 1)]
+    readable = [row for row in rows if context_room(engine, row, 1)]
     if readable:
         prefill(engine, cache, [row.tokens for row in readable], [row.slot for row in readable])
 
@@ -116,7 +116,7 @@ class ModelDrafter(Drafter):
             read_rows(self.engine, self._cache, rows)
 
     def propose(self, rows: list[Row], budgets: list[int]) -> Proposal:
-        budgets = [room(self.engine, row, budget) for row, budget in zip(rows, budgets, strict=True)]
+        budgets = [context_room(self.engine, row, budget) for row, budget in zip(rows, budgets, strict=True)]
         if max(budgets) == 0:
             return Proposal.empty(len(rows), self.engine.device)
         lengths, slots = [len(row.tokens) for row in rows], [row.slot for row in rows]
@@ -174,7 +174,7 @@ def write_draft_tokens(directory: str | Path, tokens: Tensor) -> None:
     Args:
         directory: of the draft. tokens: [V_d], the only ids that it proposes.
     """
-    record(Path(directory), FILE)
+    record_file(Path(directory), FILE)
     write_json(Path(directory) / FILE, {"tokens": tokens.tolist()})
 
 
@@ -183,7 +183,7 @@ def read_draft_tokens(directory: str | Path) -> Tensor | None:
     file = Path(directory) / FILE
     if not file.exists():
         return None
-    tokens = member(read_object(file), "tokens", list, file)
+    tokens = typed_value(read_object(file), "tokens", list, file)
     if not tokens or not all(type(token) is int and 0 <= token < 2**31 for token in tokens):
         raise PeftlabError(f"{file}: tokens must be a list of token ids")
     return torch.tensor(tokens)

@@ -265,7 +265,7 @@ def fuse(draft: Proposal, copies: Sequence[list[int]], budgets: Sequence[int], t
     tokens, parents = [], []
     for i, (line, tree, count) in enumerate(zip(drafted, trees, used, strict=True)):
         node, rest = _branch_point(tree, line, copies[i])
-        rest = rest[: max(0, budgets[i] - count)] if _is_likely(draft, line, i, node, rest, top) else []
+        rest = rest[: max(0, budgets[i] - count)] if _is_among_top(draft, line, i, node, rest, top) else []
         tokens.append(line[:count] + rest)
         parents.append([*tree[:count], *[node, *range(count, count + len(rest) - 1)][: len(rest)]])
     if used == [len(line) for line in tokens]:
@@ -295,7 +295,7 @@ def _branch_point(parents: Sequence[int], tokens: Sequence[int], copied: list[in
     return node, []
 
 
-def _is_likely(draft: Proposal, tokens: Sequence[int], row: int, node: int, rest: list[int], top: int) -> bool:
+def _is_among_top(draft: Proposal, tokens: Sequence[int], row: int, node: int, rest: list[int], top: int) -> bool:
     """Return whether the first token of ``rest`` is among the ``top`` best of the draft model after ``node``."""
     if not rest or draft.logits is None or draft.parents is not None:
         return True

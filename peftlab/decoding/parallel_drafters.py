@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from peftlab.decoding.cache import Block, Engine, EngineWrapper, KVCache, Output, empty_cache, right_padded, shape_of
 from peftlab.decoding.decode import Accept, DraftCandidate, Drafter, Proposal, Row, TargetState, Verified, draft_chain
-from peftlab.decoding.model_drafter import ModelDrafter, check_vocabulary, read_rows, room
+from peftlab.decoding.model_drafter import ModelDrafter, check_vocabulary, context_room, read_rows
 from peftlab.decoding.recurrent import StateCache
 from peftlab.decoding.sampling import Sampling
 from peftlab.decoding.theory import RankRates, best_tree, parents_of
@@ -102,7 +102,7 @@ class ParallelDrafter(Drafter):
 
     def _room(self, row: Row) -> int:
         """Return the number of places after a row for which tokens can be drafted."""
-        return room(self.engine, row, self.masks.length)
+        return context_room(self.engine, row, self.masks.length)
 
     def propose(self, rows: list[Row], budgets: list[int]) -> Proposal:
         rooms = [self._room(row) for row in rows]
@@ -321,8 +321,10 @@ class PearlDrafter(ModelDrafter):
         ahead = [
             replace(row, tokens=row.tokens + chain.tokens.tolist()) for row, chain in zip(rows, waiting, strict=True)
         ]
-        room = self._cache.capacity - max(len(row.tokens) for row in ahead)
-        self._drafting = self._thread.submit(self._draft, ahead, [max(0, min(budget, room)) for budget in budgets])
+        free_slots = self._cache.capacity - max(len(row.tokens) for row in ahead)
+        self._drafting = self._thread.submit(
+            self._draft, ahead, [max(0, min(budget, free_slots)) for budget in budgets]
+        )
         return _stack_chains(waiting)
 
     def _empty_chain(self) -> _Chain:

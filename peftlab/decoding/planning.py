@@ -218,12 +218,18 @@ def _intervals(target: list[list[float]], draft: list[float], draws: int = 1000)
         return None, None
     from scipy.stats import bootstrap
 
-    def c_and_cap(*times: Sequence[float]) -> tuple[float, float]:
+    def cost_ratio_and_cap(*times: Sequence[float]) -> tuple[float, float]:
         *steps, drafting = map(statistics.median, times)
         return drafting / steps[0], max(_gain(steps, drafting, 1.0, g) for g in range(1, len(steps)))
 
     found = bootstrap(
-        (*target, draft), c_and_cap, paired=True, vectorized=False, n_resamples=draws, method="percentile", rng=0
+        (*target, draft),
+        cost_ratio_and_cap,
+        paired=True,
+        vectorized=False,
+        n_resamples=draws,
+        method="percentile",
+        rng=0,
     ).confidence_interval
     (c_low, cap_low), (c_high, cap_high) = found
     return (float(c_low), float(c_high)), (float(cap_low), float(cap_high))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from peftlab.decoding.cache import shape_of
 from peftlab.decoding.decode import DraftCandidate, Proposal, Row, TargetState
-from peftlab.decoding.model_drafter import ModelDrafter, room
+from peftlab.decoding.model_drafter import ModelDrafter, context_room
 from peftlab.decoding.recurrent import StateCache
 from peftlab.decoding.sampling import (
     RandomSource,
@@ -54,7 +54,7 @@ class DrawnTrees(ModelDrafter):
             raise PeftlabError("draft: a state-space model drafts chains only, no trees; give width 1")
 
     def propose(self, rows: list[Row], budgets: list[int]) -> Proposal:
-        budgets = [room(self.engine, row, budget) for row, budget in zip(rows, budgets, strict=True)]
+        budgets = [context_room(self.engine, row, budget) for row, budget in zip(rows, budgets, strict=True)]
         nodes, device, greedy = max(budgets), self.engine.device, self._sampling.greedy
         if nodes == 0:
             return Proposal.empty(len(rows), device)

@@ -644,7 +644,7 @@ class LossyRule:
         rule, x = resolve(chosen.row.make), chosen.value
         return cls(chosen.text, lambda p: rule(p, x))
 
-    def laws(self, logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
+    def distribution_and_mask(self, logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
         """Return p, from which tokens are drawn, and the mask of tokens that are accepted, [..., V] each.
 
         At temperature 0, p is 1 at the largest logit, and the rule judges by the distribution at temperature 1.
@@ -720,7 +720,7 @@ def accept_lossy(
     Returns:
         The accepted nodes of each row, and the token after them.
     """
-    p, allowed = rule.laws(logits, sampling)
+    p, allowed = rule.distribution_and_mask(logits, sampling)
     rows = zip(p, allowed, tokens, parents, map(RandomSource, generators), strict=True)
     walks = [verify_lossy(*row) for row in rows]
     return [path for path, _ in walks], [token for _, token in walks]

@@ -339,7 +339,7 @@ class FeatureDrafter(Drafter):
         trees, states, device = GrowingTrees(len(rows), first.device), first, first.device
         trees.add(*self._top_children(states))
         for level in range(min(self.depth, max(budgets)) - 1):
-            if not trees.deeper_matters(budgets):
+            if not trees.children_can_enter(budgets):
                 break
             tokens, above, seen = trees.expand(self.width)
             (_, k, m), wide = seen.shape, states.shape[-1]
@@ -433,7 +433,7 @@ class GrowingTrees:
         self._above = torch.cat((above, own), 2)
         return self._tokens.gather(1, self._read), place, self._above
 
-    def deeper_matters(self, sizes: Sequence[int]) -> bool:
+    def children_can_enter(self, sizes: Sequence[int]) -> bool:
         """Return whether a child of a newest node can be among the ``sizes[i]`` most probable nodes of row i."""
         count = self._values.shape[1]
         if max(sizes) > count:
@@ -452,8 +452,8 @@ class GrowingTrees:
         ranks = torch.arange(min(max(sizes), count), device=self._values.device)
         # The values fall along a path, or are equal to rounding: in this order no node comes before its parent.
         order = self._values.sort(dim=1, descending=True, stable=True).indices[:, : len(ranks)]
-        asked = ranks < torch.tensor(sizes, device=order.device)[:, None]
-        kept = order.where(asked, count).sort(dim=1).values
+        within_size = ranks < torch.tensor(sizes, device=order.device)[:, None]
+        kept = order.where(within_size, count).sort(dim=1).values
         place = torch.full((len(kept), count + 2), -1, device=order.device)  # of the root, the nodes, and no node
         place.scatter_(1, kept + 1, ranks.expand(len(kept), -1))
         some = kept.clamp_max(count - 1)

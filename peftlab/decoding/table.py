@@ -31,13 +31,13 @@ class Rule:
 
     Attributes:
         make: ``"module:attribute"`` of its constructor.
-        about: what it does, for the command line.
+        description: what it does, for the command line.
         argument: its X; None: it takes none.
         needs: what it takes, see ``POLICIES`` and ``VERIFIERS``; "" for nothing.
     """
 
     make: str
-    about: str
+    description: str
     argument: Argument | None = None
     needs: str = ""
 
@@ -93,7 +93,7 @@ def _written_form(name: str, argument: Argument | None) -> str:
 
 def rule_help(rows: Mapping[str, Rule]) -> str:
     """Return the help text of an option: the forms that may be written and what each does."""
-    return "; ".join(f"{_written_form(name, row.argument)}, {row.about}" for name, row in rows.items())
+    return "; ".join(f"{_written_form(name, row.argument)}, {row.description}" for name, row in rows.items())
 
 
 def _number(kind: type[int] | type[float], allowed: Callable[[float], bool]) -> Callable[[str], float]:

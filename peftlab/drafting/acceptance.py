@@ -162,7 +162,7 @@ def greedy_tokens(hidden: Tensor, head: Tensor) -> Tensor:
     return torch.cat([logits_of(part, head).argmax(-1) for part in flat.split(_CHUNK)]).reshape(hidden.shape[:2])
 
 
-def right_choices(states: Tensor, weight: Tensor, right: Tensor, ids: Tensor | None) -> Tensor:
+def correct_choices(states: Tensor, weight: Tensor, right: Tensor, ids: Tensor | None) -> Tensor:
     """Return which of the best choices are right: [T, H], [V_d, H], [T] -> booleans [T, at most RANKS].
 
     Args:

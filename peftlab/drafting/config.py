@@ -211,7 +211,7 @@ class Truncation(Section):
     steps: int | None = Field(default=None, ge=1, description="With keep: batches that the gates train on; null: 100.")
 
     @model_validator(mode="after")
-    def _one_way(self) -> Truncation:
+    def _check_one_choice(self) -> Truncation:
         if (self.layers is None) == (self.keep is None):
             raise ValueError("give either layers, a list, or keep, how many, with by: gates")
         if self.keep is not None and self.by is None:
@@ -246,7 +246,7 @@ class Pruning(Section):
     )
 
     @model_validator(mode="after")
-    def _something(self) -> Pruning:
+    def _check_not_empty(self) -> Pruning:
         if not self.ffn and not self.kv_groups:
             raise ValueError("removes nothing; give ffn, kv_groups or both a share above 0")
         return self
@@ -300,7 +300,7 @@ class ModelDraft(DraftConfig):
     )
 
     @model_validator(mode="after")
-    def _one_start(self) -> ModelDraft:
+    def _check_one_start(self) -> ModelDraft:
         if self.starts != 1:
             raise ValueError(f"needs exactly one of {_STARTS}")
         return self
@@ -378,9 +378,9 @@ class PardDraft(ModelDraft):
     retain_least: float = Field(default=0.2, gt=0, le=1, description="The least such share.")
 
     @model_validator(mode="after")
-    def _one_start(self) -> PardDraft:
+    def _check_one_start(self) -> PardDraft:
         if self.starts:  # else an eighth of the target's layers
-            super()._one_start()  # type: ignore[operator]  # a method, which pydantic's annotation does not say
+            super()._check_one_start()  # type: ignore[operator]  # a method, which pydantic's annotation does not say
         return self
 
     def problems(self, recipe: RecipeKeys) -> Iterator[tuple[str, str]]:
@@ -398,12 +398,12 @@ class PardDraft(ModelDraft):
     @classmethod
     def costs(cls, target: TargetWeights) -> list[DraftCost]:
         """Return what a draft of an eighth of the target's layers costs: one pass, as over one token, for any depth."""
-        layers, (rows, recipe) = eighth(target.layers), _reduced(target, "kind: pard")
+        layers, (rows, recipe) = eighth_of_layers(target.layers), _reduced(target, "kind: pard")
         once = (layers * target.layer + rows * target.hidden) / target.total
         return [DraftCost("pard", _layers_of(layers), recipe, once, 0.0, 8, tree=True, width=4)]
 
 
-def eighth(layers: int) -> int:
+def eighth_of_layers(layers: int) -> int:
     """Return an eighth of a number of layers, rounded up."""
     return -(-layers // 8)
 

@@ -48,7 +48,7 @@ from peftlab.drafting.state_network import (
 from peftlab.drafting.table import DRAFTS
 from peftlab.drafting.target import IDENTITY_FILE, check_tokenizer, head_weight, input_embedding
 from peftlab.errors import PeftlabError
-from peftlab.files import Json, member, read_object, write_json
+from peftlab.files import Json, read_object, typed_value, write_json
 from peftlab.models.load import load_config, load_tokenizer
 
 
@@ -288,15 +288,21 @@ def read_shape(directory: Path) -> tuple[NetworkShape, int]:
     config = read_object(file)
     if not DRAFTS["eagle3"].recognises(directory):
         raise PeftlabError(f"{file}: speculators_model_type is {config.get('speculators_model_type')!r}, not eagle3")
-    layer = config if config.get("architectures") == _SGLANG else member(config, "transformer_layer_config", dict, file)
+    layer = (
+        config
+        if config.get("architectures") == _SGLANG
+        else typed_value(config, "transformer_layer_config", dict, file)
+    )
     if config.get("embed_requires_grad"):
         raise PeftlabError(f"{file}: embed_requires_grad is true, and embeddings of the draft's own are not supported")
     flags = _flags(config, file)
     if (layer.get("model_type"), layer.get("num_hidden_layers", 1)) != ("llama", 1):
         raise PeftlabError(f"{file}: not one layer of a Llama")
-    window = member(layer, "sliding_window", int, file) if layer.get("layer_types") == ["sliding_attention"] else None
+    window = (
+        typed_value(layer, "sliding_window", int, file) if layer.get("layer_types") == ["sliding_attention"] else None
+    )
     shape = replace(read_sizes(layer, file), features=_features(config, file), window=window, **flags)
-    return shape, member(config, "draft_vocab_size", int, file)
+    return shape, typed_value(config, "draft_vocab_size", int, file)
 
 
 def _flags(config: dict[str, Json], file: Path) -> dict[str, bool]:

@@ -29,7 +29,7 @@ from peftlab.drafting.config import DraftData
 from peftlab.drafting.target import frozen_hidden, head_weight
 from peftlab.drafting.text import WritingSettings, weights_digest
 from peftlab.errors import PeftlabError, did_you_mean, reason
-from peftlab.files import LOCK, Json, locked, member, parse_json, read_text, write_errors, write_json
+from peftlab.files import LOCK, Json, locked, parse_json, read_text, typed_value, write_errors, write_json
 from peftlab.tasks.conversations import Message
 from peftlab.tasks.data import is_unicode
 from peftlab.tasks.prompts import Request
@@ -188,8 +188,8 @@ def served_model(data: DraftData) -> str:
 
 
 def _model_ids(value: dict[str, Json]) -> list[str]:
-    rows = member(value, "data", list, "/models")
-    return [member(row, "id", str, "/models") for row in rows if isinstance(row, dict)]
+    rows = typed_value(value, "data", list, "/models")
+    return [typed_value(row, "id", str, "/models") for row in rows if isinstance(row, dict)]
 
 
 def _key(variable: str | None) -> str:
@@ -360,14 +360,14 @@ def sampling(writing: WritingSettings, row: int) -> dict[str, Json]:
 def read_reply(value: dict[str, Json]) -> Reply:
     """Return the first answer of a completion or chat completion; ``PeftlabError`` for anything else."""
     where = "the answer"
-    choice = next(iter(member(value, "choices", list, where)), None)
+    choice = next(iter(typed_value(value, "choices", list, where)), None)
     if not isinstance(choice, dict):
         raise PeftlabError(f"{where}: no choice in it")
     if "message" in choice:
-        message = member(choice, "message", dict, where)
-        text = member(message, "content", str, where) if message.get("content") is not None else ""
+        message = typed_value(choice, "message", dict, where)
+        text = typed_value(message, "content", str, where) if message.get("content") is not None else ""
     else:
-        text = member(choice, "text", str, where)
+        text = typed_value(choice, "text", str, where)
     usage, end = value.get("usage"), choice.get("stop_reason")
     read = usage.get("prompt_tokens") if isinstance(usage, dict) else None
     return Reply(
@@ -451,9 +451,9 @@ def _parsed(value: Json, where: str) -> tuple[int, Answer]:
     found = [i for i in ids if isinstance(i, int)] if isinstance(ids, list) else None
     if (found is None) == (dropped is None) or (isinstance(ids, list) and len(ids) != len(found or ())):
         raise ValueError("neither token ids nor a reason")
-    form, text, finish = (member(value, key, str, where) for key in ("form", "text", "finish"))
+    form, text, finish = (typed_value(value, key, str, where) for key in ("form", "text", "finish"))
     answer = Answer(form, text, finish, found, str(dropped) if dropped is not None else None)
-    return member(value, "row", int, where), answer
+    return typed_value(value, "row", int, where), answer
 
 
 T = TypeVar("T")

@@ -27,10 +27,10 @@ from peftlab.drafting.objectives import Objective, chunked_loss, following, make
 from peftlab.drafting.pard import MaskRows, check_parallel, parallel_states, with_token
 from peftlab.drafting.target import TargetIdentity, check_target, check_tokenizer, head_weight, identify
 from peftlab.errors import PeftlabError
-from peftlab.files import member, read_object, staged_directory, write_json
+from peftlab.files import read_object, staged_directory, typed_value, write_json
 from peftlab.methods.config import LoraConfig, MethodConfig
 from peftlab.methods.inject import injection_of, plan_injection
-from peftlab.methods.lora.layers import Gate, LoraConv1D, LoraLinear, hide_factors, set_gate
+from peftlab.methods.lora.layers import Gate, LoraConv1D, LoraLinear, set_gate, unregister_factors
 from peftlab.methods.lora.plan import leaf_kind
 from peftlab.models.config import CONFIG_FILE, GATED_FILE
 from peftlab.models.load import eval_mode, load_config
@@ -169,8 +169,8 @@ def read_masks_of_gate(directory: str | Path, vocabulary: int | None = None) -> 
     """
     file = Path(directory) / GATED_FILE
     values = read_object(file)
-    token, length = member(values, "mask_token", int, file), member(values, "length", int, file)
-    noise = member(values, "noise", bool, file)
+    token, length = typed_value(values, "mask_token", int, file), typed_value(values, "length", int, file)
+    noise = typed_value(values, "noise", bool, file)
     most = token if vocabulary is None else vocabulary - (not noise)
     if not 0 <= token <= most or length < 2:
         raise PeftlabError(f"{file}: mask_token {token} and length {length} are not those of {vocabulary} tokens")
@@ -217,7 +217,7 @@ class UnoExport:
         if config.use_dora or config.lora_bias or config.start is not None:
             raise PeftlabError(f"--for sglang: {self.place} has use_dora, lora_bias or a start of W, which Uno has not")
         theirs = load_config(target)
-        known = member(adapter.base, "config", dict, self.place) if adapter.base else {}
+        known = typed_value(adapter.base, "config", dict, self.place) if adapter.base else {}
         for key in ("model_type", "hidden_size", "num_hidden_layers", "vocab_size"):
             here = getattr(theirs, key, None)
             if key in known and known[key] != here:
@@ -312,7 +312,7 @@ class GatedLoraKind(DraftKind[GatedLoraDraft]):
         masks, gate = read_masks_of_gate(place, len(head_weight(target))), Gate()
         load_adapter(target, place)
         set_gate(target, gate)
-        size = hide_factors(target)
+        size = unregister_factors(target)
         return loader.pair(size, own=partial(own_layers, gate, masks), masks=masks, warnings=warnings)
 
     @classmethod

@@ -27,21 +27,21 @@ from peftlab.drafting.acceptance import (
     Acceptance,
     add_rates,
     batches,
+    correct_choices,
     greedy_tokens,
     rates_by_depth,
     read_ranks,
     reduce_heads,
     response_tokens,
-    right_choices,
     write_ranks,
 )
 from peftlab.drafting.base import DraftExporter, DraftKind, Loss, Pair, SavedDraft, ServedDraft, TargetLoader
 from peftlab.drafting.config import HeadsConfig, HydraDraft, MedusaDraft
 from peftlab.drafting.objectives import Objective, chunked_loss, following, make_objective
 from peftlab.drafting.target import frozen_hidden, head_weight, input_embedding, last_hidden, unwrapped
-from peftlab.drafting.text import continued
+from peftlab.drafting.text import continuation_mask
 from peftlab.errors import PeftlabError
-from peftlab.files import Json, member, read_object, staged_directory, write_json
+from peftlab.files import Json, read_object, staged_directory, typed_value, write_json
 from peftlab.methods.base import trainable_dtype
 from peftlab.methods.config import MethodConfig
 from peftlab.methods.inject import disabled, is_injected, plan_injection
@@ -123,7 +123,7 @@ class HeadStack(nn.Module):
         raise NotImplementedError
 
 
-def as_parameters(block: nn.Module, states: Tensor) -> Tensor:
+def to_parameter_dtype(block: nn.Module, states: Tensor) -> Tensor:
     """Return states in the dtype of a block's parameters: blocks on a 16-bit target train in fp32.
 
     Args:
@@ -258,7 +258,7 @@ class MedusaHeads(HeadStack):
 
     def states(self, head: int, hidden: Tensor, before: Tensor) -> Tensor:
         """Return what a head's W2 reads, as in ``HeadStack``; the tokens before are not read."""
-        return self.blocks[head](as_parameters(self.blocks[head], hidden))
+        return self.blocks[head](to_parameter_dtype(self.blocks[head], hidden))
 
     def addend(self, before: Tensor) -> tuple[Tensor, Tensor] | None:
         """Return the factors of the Markov bias after the last of these tokens; None for heads without one."""
@@ -310,7 +310,7 @@ class HydraHeads(HeadStack):
     def states(self, head: int, hidden: Tensor, before: Tensor) -> Tensor:
         """Return what a head's W2 reads, as in ``HeadStack``: the state and the embeddings of the tokens before."""
         embedded = F.embedding(before, self.embedding).flatten(-2).to(hidden.dtype)
-        return self.blocks[head](as_parameters(self.blocks[head], torch.cat((hidden, embedded), -1)))
+        return self.blocks[head](to_parameter_dtype(self.blocks[head], torch.cat((hidden, embedded), -1)))
 
     def tokens(self, hidden: Tensor, last: Tensor, tree: Sequence[TreePath], ids: Tensor | None = None) -> Tensor:
         """Return the tokens of a tree, as in ``HeadStack``; children of a node follow from the tokens on its path."""
@@ -356,7 +356,7 @@ class HeadsLoss:
             # stays on, because DDP prepares to gather gradients only then.
             with eval_mode(model):
                 hidden = base = last_hidden(model, ids, mask).detach()
-        total, drafted = hidden.new_zeros(()), continued(inputs)
+        total, drafted = hidden.new_zeros(()), continuation_mask(inputs)
         n = ids.shape[1]
         for i, (_, weight) in enumerate(headed.heads):
             ahead = i + 1
@@ -459,7 +459,7 @@ def measure_ranks(model: HeadedModel, heads: HeadStack | ReducedHeads, data: Dat
             alive = alive[:, :n] & places[:, i + 1 :]
             if i:  # the text's tokens, which heads read, must be the model's own
                 alive = alive & (ids[:, i + 1 :] == own[:, i : i + n])
-            hits = _right_choices(
+            hits = _correct_choices(
                 heads, i, hidden[:, :n][alive], known_tokens(ids, i + 1)[alive], own[:, i + 1 :][alive]
             )
             right[i] += hits.sum(0).cpu().double()
@@ -468,11 +468,11 @@ def measure_ranks(model: HeadedModel, heads: HeadStack | ReducedHeads, data: Dat
     return RankRates.counted(right.tolist(), tried.tolist())
 
 
-def _right_choices(heads: HeadStack | ReducedHeads, i: int, hidden: Tensor, before: Tensor, right: Tensor) -> Tensor:
+def _correct_choices(heads: HeadStack | ReducedHeads, i: int, hidden: Tensor, before: Tensor, right: Tensor) -> Tensor:
     """Return which of a head's best choices are right: [T, H], [T, i + 1], [T] -> booleans [T, ranks]."""
     inner, ids = (heads.heads, heads.kept) if isinstance(heads, ReducedHeads) else (heads, None)
     features, weight = inner.product(i, hidden.to(next(heads.parameters()).dtype), before)
-    return right_choices(features, weight, right, ids)
+    return correct_choices(features, weight, right, ids)
 
 
 _SIZES = ("truncated_vocab_size", "hidden_size", "num_heads", "vocab_size")
@@ -550,7 +550,7 @@ def read_medusa(directory: str | Path) -> HeadStack | ReducedHeads:
     file = Path(directory) / "config.json"
 
     def make(config: dict[str, Json], blank: Tensor, count: int, shared: bool, vocabulary: int) -> HeadStack:
-        rank = None if config.get("markov_rank") is None else member(config, "markov_rank", int, file)
+        rank = None if config.get("markov_rank") is None else typed_value(config, "markov_rank", int, file)
         if rank is not None and not 1 <= rank < 2**31:
             raise PeftlabError(f"{file}: markov_rank is {rank}, not that of the heads beside it")
         return MedusaHeads(blank, count, bool(config.get("medusa_fc_bias", False)), shared, rank, vocabulary)
@@ -573,7 +573,7 @@ def read_heads(directory: str | Path, model_type: str, make: Make) -> HeadStack 
     if config.get("model_type") != model_type:
         raise PeftlabError(f"{directory}: model_type is {config.get('model_type')!r}, not {model_type}")
     tensors, _ = read_tensors(directory / "model.safetensors")
-    rows, width, count, vocabulary = (member(config, key, int, file) for key in _SIZES)
+    rows, width, count, vocabulary = (typed_value(config, key, int, file) for key in _SIZES)
     if min(rows, width) < 1 or max(rows, width) >= 2**31 or not 1 <= count <= len(tensors):
         raise PeftlabError(f"{file}: {', '.join(_SIZES[:3])} are not those of the heads beside it")
     with torch.device("meta"):

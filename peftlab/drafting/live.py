@@ -15,7 +15,7 @@ from peftlab.decoding.measurements import Interval, acceptance_statistics, perce
 from peftlab.drafting.objectives import TopK, topk_targets
 from peftlab.drafting.text import make_dataset
 from peftlab.errors import PeftlabError
-from peftlab.files import Json, member, read_object
+from peftlab.files import Json, read_object, typed_value
 from peftlab.tasks.prompts import Request
 
 
@@ -74,13 +74,15 @@ class LiveRequest:
         """
         if not isinstance(row, dict):
             raise PeftlabError(f"{where}: a request is no object")
-        prompt, response = (member(row, key, list, where) for key in ("prompt_ids", "response_ids"))
-        live, frozen = ([Step(*step) for step in member(row, key, list, where)] for key in ("steps", "frozen_steps"))
+        prompt, response = (typed_value(row, key, list, where) for key in ("prompt_ids", "response_ids"))
+        live, frozen = (
+            [Step(*step) for step in typed_value(row, key, list, where)] for key in ("steps", "frozen_steps")
+        )
         top = None
         if row.get("top") is not None:
-            values, indices, rest = member(row, "top", list, where)
+            values, indices, rest = typed_value(row, "top", list, where)
             top = TopK(torch.tensor(values), torch.tensor(indices), torch.tensor(rest))
-        return cls(Request(prompt, response), live, frozen, member(row, "equal", bool, where), top)
+        return cls(Request(prompt, response), live, frozen, typed_value(row, "equal", bool, where), top)
 
 
 @dataclass
@@ -144,10 +146,10 @@ class Window:
         """
         found = read_object(path)
         decoding, frozen, update = (
-            member(found, f"{name}_seconds", float, path) for name in ("decoding", "frozen", "update")
+            typed_value(found, f"{name}_seconds", float, path) for name in ("decoding", "frozen", "update")
         )
-        requests = [LiveRequest.from_json(row, str(path)) for row in member(found, "requests", list, path)]
-        return cls(requests, decoding, frozen, update, member(found, "learnt_tokens", int, path))
+        requests = [LiveRequest.from_json(row, str(path)) for row in typed_value(found, "requests", list, path)]
+        return cls(requests, decoding, frozen, update, typed_value(found, "learnt_tokens", int, path))
 
 
 @dataclass(frozen=True)

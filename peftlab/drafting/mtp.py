@@ -41,7 +41,7 @@ from peftlab.drafting.state_network import (
 from peftlab.drafting.table import DRAFTS
 from peftlab.drafting.target import IDENTITY_FILE, head_weight, input_embedding
 from peftlab.errors import PeftlabError
-from peftlab.files import Json, member, read_object, write_json
+from peftlab.files import Json, read_object, typed_value, write_json
 
 
 class MtpLayer(nn.Module):
@@ -186,14 +186,14 @@ def read_mtp(directory: str | Path, embedding: Tensor, head: Tensor) -> Mtp:
     directory = Path(directory)
     file = directory / "config.json"
     config = read_object(file)
-    layer = member(config, "transformer_layer_config", dict, file)
+    layer = typed_value(config, "transformer_layer_config", dict, file)
     if (
         not DRAFTS["mtp"].recognises(directory)
         or layer.get("model_type") != "qwen3"
         or config.get("num_nextn_predict_layers", 1) != 1
     ):
         raise PeftlabError(f"{file}: not one layer of a Qwen3 of speculators' type mtp")
-    shape = replace(read_sizes(layer, file), features=(member(layer, "num_hidden_layers", int, file),))
+    shape = replace(read_sizes(layer, file), features=(typed_value(layer, "num_hidden_layers", int, file),))
     check_embedding(shape, embedding, directory)
     tensors, _ = read_tensors(directory / WEIGHTS)
     drafted = config.get("draft_vocab_size", shape.vocab_size)

@@ -19,14 +19,14 @@ from peftlab.decoding.cache import additive_mask
 from peftlab.decoding.parallel_drafters import Masks, ParallelDrafter
 from peftlab.drafting.acceptance import Acceptance, add_rates, batches, rates_by_depth
 from peftlab.drafting.base import DraftExporter, Loss, Pair, SavedDraft, ServedDraft, TargetLoader
-from peftlab.drafting.config import PardDraft, Truncation, eighth
+from peftlab.drafting.config import PardDraft, Truncation, eighth_of_layers
 from peftlab.drafting.export import check_plain, copy_plain
 from peftlab.drafting.model import ModelKind, draft_engine, open_model
 from peftlab.drafting.objectives import Inputs, Objective, chunked_loss, following, make_objective
 from peftlab.drafting.target import forward_hidden, frozen_hidden, head_weight, unwrapped
-from peftlab.drafting.text import continued
+from peftlab.drafting.text import continuation_mask
 from peftlab.errors import PeftlabError
-from peftlab.files import member, read_object, write_json
+from peftlab.files import read_object, typed_value, write_json
 from peftlab.models.load import eval_mode
 
 
@@ -216,7 +216,7 @@ class PardLoss:
         if self.rewrite is not None:
             inputs = self.rewrite(model, inputs)
         ids, weights = inputs["input_ids"], inputs["weights"]
-        rows = MaskRows.drawn(continued(inputs), self.length, self.retain, self.least)
+        rows = MaskRows.drawn(continuation_mask(inputs), self.length, self.retain, self.least)
         states = parallel_states(model, ids, rows, self.mask())
         places, masked = weights > 0, rows.depth > 0
 
@@ -286,8 +286,8 @@ def read_masks(directory: str | Path) -> Masks:
     """
     file = Path(directory) / "config.json"
     config = read_object(file)
-    token, size = member(config, "pard_token", int, file), member(config, "vocab_size", int, file)
-    length = member(config, "pard_length", int, file) if "pard_length" in config else 8
+    token, size = typed_value(config, "pard_token", int, file), typed_value(config, "vocab_size", int, file)
+    length = typed_value(config, "pard_length", int, file) if "pard_length" in config else 8
     if not 0 <= token < size or length < 1:
         raise PeftlabError(f"{file}: pard_token {token} and pard_length {length} are not those of {size} tokens")
     return Masks(token, length)
@@ -328,7 +328,7 @@ class PardKind(ModelKind[PardDraft]):
     def _start(self, target: PretrainedConfig) -> None:
         """Start from the first eighth of the target's layers where the recipe names no start."""
         if not self.config.starts:
-            layers = list(range(eighth(target.get_text_config(decoder=True).num_hidden_layers)))
+            layers = list(range(eighth_of_layers(target.get_text_config(decoder=True).num_hidden_layers)))
             self.config = self.config.model_copy(update={"truncate": Truncation(layers=layers)})
 
     def check(self, target: PretrainedConfig) -> None:

@@ -29,10 +29,10 @@ from peftlab.drafting.acceptance import (
     Acceptance,
     add_rates,
     batches,
+    correct_choices,
     greedy_tokens,
     rates_by_depth,
     response_tokens,
-    right_choices,
     write_ranks,
 )
 from peftlab.drafting.base import DraftKind, Loss, Pair, SavedDraft, ServedDraft, TargetLoader
@@ -48,9 +48,9 @@ from peftlab.drafting.target import (
     input_embedding,
     unwrapped,
 )
-from peftlab.drafting.text import continued, weights_digest, write_missing
+from peftlab.drafting.text import continuation_mask, weights_digest, write_missing
 from peftlab.errors import PeftlabError
-from peftlab.files import Json, member, replacing, staged_directory
+from peftlab.files import Json, replacing, staged_directory, typed_value
 from peftlab.methods.base import trainable_dtype
 from peftlab.methods.inject import is_injected
 from peftlab.methods.merging import merge
@@ -433,7 +433,7 @@ class FeatureLoss:
         ids, weights = inputs["input_ids"], inputs["weights"]
         features, final = target_states(model, ids, inputs["attention_mask"], self.known)
         network: StateNetwork = unwrapped(model).network
-        head, drafted = network.lm_head.weight, continued(inputs)
+        head, drafted = network.lm_head.weight, continuation_mask(inputs)
         total = head.new_zeros(())
         for k, states in enumerate(unroll(network, features, ids, min(self.steps, ids.shape[1] - 1))):
             ahead = k + 1
@@ -588,7 +588,7 @@ def measure_ranks(model: TargetWithNetwork, data: Dataset, batch_size: int, dept
             alive = alive[:, :n] & predictions(places, k + 1)
             if k:  # the token read last is the text's, and must be the one that was right
                 alive = alive & (ids[:, k + 1 :] == own[:, k : k + n])
-            hits = right_choices(
+            hits = correct_choices(
                 network.read_by_head(states[:, :n][alive]), weight, own[:, k + 1 :][alive], network.tokens
             )
             right[k] += hits.sum(0).cpu().double()
@@ -700,7 +700,7 @@ def read_sizes(layer: dict[str, Json], file: Path) -> NetworkShape:
         PeftlabError: they are not those of a layer.
     """
     names = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
-    v, width, between, heads, kv_heads, dim = (member(layer, name, int, file) for name in names)
+    v, width, between, heads, kv_heads, dim = (typed_value(layer, name, int, file) for name in names)
     if (
         min(v, width, between, heads, kv_heads, dim) < 1
         or max(v, width, between) >= 2**31

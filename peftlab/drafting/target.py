@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from peftlab.errors import PeftlabError
-from peftlab.files import member, read_object, write_json
+from peftlab.files import read_object, typed_value, write_json
 from peftlab.methods.config import MethodConfig
 from peftlab.methods.inject import plan_injection
 from peftlab.models.architectures import embeddings_of
@@ -414,10 +414,12 @@ def read_identity(directory: Path) -> TargetIdentity | None:
     if not file.exists():
         return None
     values = read_object(file)
-    weights = member(values, "weights", dict, file)
+    weights = typed_value(values, "weights", dict, file)
     if not all(isinstance(v, list) and all(isinstance(x, float | int) for x in v) for v in weights.values()):
         raise PeftlabError(f"{file}: weights must be lists of numbers by name")
-    return TargetIdentity(member(values, "reference", str, file), member(values, "tokenizer", str, file), weights)
+    return TargetIdentity(
+        typed_value(values, "reference", str, file), typed_value(values, "tokenizer", str, file), weights
+    )
 
 
 def check_tokenizer(directory: Path, tokenizer: PreTrainedTokenizerBase) -> TargetIdentity | None:

@@ -28,10 +28,10 @@ from peftlab.files import (
     LOCK,
     Json,
     locked,
-    member,
     parse_json,
     read_text,
     replacing,
+    typed_value,
     write_json,
     write_text,
 )
@@ -85,13 +85,13 @@ class Collate:
     pad: int = 0
 
     def __call__(self, rows: Sequence[Row]) -> dict[str, Tensor]:
-        lengths = [member(row, "length", int, "an example") for row in rows]
+        lengths = [typed_value(row, "length", int, "an example") for row in rows]
         longest = max(lengths)
         batch = {
             "input_ids": torch.full((len(rows), longest), self.pad),
             "attention_mask": torch.zeros(len(rows), longest, dtype=torch.long),
             "weights": torch.zeros(len(rows), longest),
-            "start": torch.tensor([member(row, "prompt", int, "an example") - 1 for row in rows]),
+            "start": torch.tensor([typed_value(row, "prompt", int, "an example") - 1 for row in rows]),
         }
         for i, (row, length) in enumerate(zip(rows, lengths, strict=True)):
             batch["input_ids"][i, :length] = torch.tensor(row["input_ids"])
@@ -99,14 +99,14 @@ class Collate:
             own = batch["weights"][i, batch["start"][i] : length - 1]
             own[torch.tensor(row["counted"]) if "counted" in row else slice(None)] = 1
         if "teacher" in rows[0]:
-            batch["teacher"] = torch.tensor([member(row, "teacher", int, "an example") for row in rows])
+            batch["teacher"] = torch.tensor([typed_value(row, "teacher", int, "an example") for row in rows])
         for key in ("top_values", "top_indices", "top_rest"):
             if key in rows[0]:  # [predictions of the batch, ...]: in the order of weights' nonzero places
                 batch[key] = torch.cat([torch.tensor(row[key]) for row in rows])
         return batch
 
 
-def continued(inputs: dict[str, Tensor]) -> Tensor:
+def continuation_mask(inputs: dict[str, Tensor]) -> Tensor:
     """Return which places of a batch predict a token of the continuation, counted or not, [b, n] booleans."""
     place = torch.arange(inputs["input_ids"].shape[1], device=inputs["input_ids"].device)
     last = inputs["attention_mask"].sum(1, keepdim=True) - 1

@@ -372,7 +372,7 @@ _HEADS = ("SEQ_CLS", "TOKEN_CLS", "QUESTION_ANS")  # task types whose head peft 
 _STARTS = ("True", "gaussian", "pissa", "olora")
 
 
-def lora_from_peft(theirs: peft.LoraConfig) -> LoraConfig:
+def lora_from_peft(peft_config: peft.LoraConfig) -> LoraConfig:
     """Return the configuration that an instance of peft's ``LoraConfig`` describes.
 
     The task head trains if the task type says so: SEQ_CLS, TOKEN_CLS or QUESTION_ANS.
@@ -380,21 +380,23 @@ def lora_from_peft(theirs: peft.LoraConfig) -> LoraConfig:
     Raises:
         PeftlabError: a field is set that is not supported, or has a value that is out of range.
     """
-    fields = {field.name: field for field in dataclasses.fields(theirs)}
+    fields = {field.name: field for field in dataclasses.fields(peft_config)}
     known = set(LoraConfig.model_fields) - {"name", "train_head", "loraplus_lr_ratio"}
     for name in fields.keys() - known - PEFT_IGNORED:
-        if getattr(theirs, name) != _default(fields[name]):
+        if getattr(peft_config, name) != _default(fields[name]):
             reason = f": {PEFT_REFUSED[name]}" if name in PEFT_REFUSED else ""
-            raise PeftlabError(f"peft.LoraConfig: {name}={_plain(getattr(theirs, name))!r} is not supported{reason}")
-    start = theirs.init_lora_weights
+            raise PeftlabError(
+                f"peft.LoraConfig: {name}={_plain(getattr(peft_config, name))!r} is not supported{reason}"
+            )
+    start = peft_config.init_lora_weights
     if str(start) not in _STARTS:
         raise PeftlabError(
             f"peft.LoraConfig: init_lora_weights={start!r} is not computed here; one of {', '.join(_STARTS)}"
         )
-    values = {name: _plain(getattr(theirs, name)) for name in fields.keys() & known}
+    values = {name: _plain(getattr(peft_config, name)) for name in fields.keys() & known}
     values = {name: value for name, value in values.items() if value is not None and value != []}
     try:
-        return LoraConfig.model_validate({**values, "train_head": _plain(theirs.task_type) in _HEADS})
+        return LoraConfig.model_validate({**values, "train_head": _plain(peft_config.task_type) in _HEADS})
     except ValidationError as error:
         first = error.errors()[0]
         raise PeftlabError(f"peft.LoraConfig: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None

@@ -115,11 +115,11 @@ def _mixed(model: nn.Module, adapters: Mapping[str, Stored], rows: BatchRows) ->
                     variant = like_adapted(adapters[adapter].leaves[name], leaf)
                 variant._parameters.update(trained[adapter].get(name, {}))
             variants.append((variant, tuple(mine)))
-        mixed[name] = _together(leaf, name, variants, rows)
+        mixed[name] = _mixed_leaf(leaf, name, variants, rows)
     return mixed
 
 
-def _together(leaf: nn.Module, name: str, variants: list[Variant], rows: BatchRows) -> nn.Module:
+def _mixed_leaf(leaf: nn.Module, name: str, variants: list[Variant], rows: BatchRows) -> nn.Module:
     if len(variants) == 1:
         return variants[0][0]
     kind = next((type(variant) for variant, _ in variants if isinstance(variant, Adapted)), Adapted)

@@ -89,11 +89,11 @@ class KeptBytes:
     """The bytes that autograd saves within ``counting``, each storage once, without those of some tensors.
 
     Args:
-        apart: the tensors that exist in any case: parameters and buffers.
+        excluded: the tensors that exist in any case: parameters and buffers.
     """
 
-    def __init__(self, apart: Iterable[Tensor]) -> None:
-        self._apart = {tensor.untyped_storage()._cdata for tensor in apart}
+    def __init__(self, excluded: Iterable[Tensor]) -> None:
+        self._excluded = {tensor.untyped_storage()._cdata for tensor in excluded}
         self._kept: dict[int, torch.UntypedStorage] = {}
 
     @contextmanager
@@ -104,7 +104,7 @@ class KeptBytes:
 
     def _pack(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if storage._cdata not in self._apart:
+        if storage._cdata not in self._excluded:
             self._kept[storage._cdata] = storage  # held, so that no other storage takes its address
         return tensor
 

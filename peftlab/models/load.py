@@ -83,7 +83,7 @@ def load_base(
     else:
         model, fresh = _load_weights(reference, auto_class, dtype=dtype, **arguments)
         if any(quantised_linears(model)):  # as the checkpoint is stored
-            _settle(model, dtype)
+            _cast_unquantised(model, dtype)
     model.config._name_or_path = reference
     return model.eval(), sorted(fresh)
 
@@ -155,7 +155,7 @@ def _load_quantised(
         if untrained := [name for name, _ in quantised_linears(model) if name in _owners(fresh)]:
             how = _bitsandbytes(base, dtype, [*kept, *untrained])
             model, fresh = _load_weights(reference, auto_class, quantization_config=how, **options)
-    _settle(model, dtype)
+    _cast_unquantised(model, dtype)
     vars(model).pop("hf_device_map", None)  # accelerate would refuse to train it on another device
     return model, fresh
 
@@ -191,7 +191,7 @@ def _bitsandbytes(base: BaseConfig, dtype: torch.dtype, kept: list[str]) -> Bits
     )
 
 
-def _settle(model: PreTrainedModel, dtype: torch.dtype) -> None:
+def _cast_unquantised(model: PreTrainedModel, dtype: torch.dtype) -> None:
     """Give what is not quantised the dtype of the products; embeddings and norms are not kept in fp32 for it."""
     keep_layout(model)
     for _, found in quantised_linears(model):

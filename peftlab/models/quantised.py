@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from peftlab.errors import PeftlabError, did_you_mean
-from peftlab.files import Json, member
+from peftlab.files import Json, typed_value
 from peftlab.models.architectures import conv1d
 from peftlab.untyped import Attributes, Function, KnownModel, Unwrapped
 
@@ -124,7 +124,7 @@ def int8_maps(model: nn.Module) -> list[nn.Module]:
 
 
 @contextmanager
-def inputs_as_they_are(maps: Sequence[nn.Module]) -> Iterator[None]:
+def unquantised_inputs(maps: Sequence[nn.Module]) -> Iterator[None]:
     """Within the block ``int8_maps`` on the CPU multiply their inputs by the weights' values, as in training.
 
     In evaluation bitsandbytes rounds inputs to 8 bits, but for columns with a large number in any row of the batch: the
@@ -224,18 +224,18 @@ class BaseFormat:
     @classmethod
     def from_dict(cls, values: Mapping[str, Json], source: str) -> BaseFormat:
         """Return the format that ``to_dict`` gave; ``source`` is named in the error for anything else."""
-        left = member(values, "left", list, source)
-        compute = member(values, "compute", str, source)
+        left = typed_value(values, "left", list, source)
+        compute = typed_value(values, "compute", str, source)
         if compute not in DTYPES or not all(isinstance(name, str) for name in left):
             raise PeftlabError(f"{source}: the base's format is damaged: compute {compute!r}, left {left!r}")
         return cls(
-            dtype=member(values, "dtype", str, source),
-            double_quant=member(values, "double_quant", bool, source),
-            block=member(values, "block", int, source),
+            dtype=typed_value(values, "dtype", str, source),
+            double_quant=typed_value(values, "double_quant", bool, source),
+            block=typed_value(values, "block", int, source),
             compute=compute,
             left=tuple(str(name) for name in left),
-            first=member(values, "first", str, source),
-            digest=member(values, "digest", str, source),
+            first=typed_value(values, "first", str, source),
+            digest=typed_value(values, "digest", str, source),
         )
 
     def __str__(self) -> str:

@@ -21,7 +21,7 @@ from peftlab.decoding.benchmark import (
     bench,
     check_pool,
     drafted_text,
-    fits,
+    has_room_for_output,
     measure_pool,
 )
 from peftlab.decoding.cache import CacheMemory, Engine, cache_memory
@@ -441,11 +441,11 @@ def benchmark(
     )
     if pool:
         check_pool(batch_size)
-    asked = read_prompts(prompts) if max_prompts is None else spread(read_prompts(prompts), max_prompts)
+    chosen_prompts = read_prompts(prompts) if max_prompts is None else spread(read_prompts(prompts), max_prompts)
 
     # Load target and draft; the drafters are those of the draft, and beside it the named ones, each once.
     pair = options.load(target, draft)
-    watches = watched(pair)
+    watches = attach_stopwatches(pair)
     names = [*(("draft", SUFFIX_AND_DRAFT) if pair.drafts else ()), *dict.fromkeys(names)]
     names = names if engine == OWN else ["draft"]
     made: dict[str, Callable[[], Drafter]] = {
@@ -456,12 +456,12 @@ def benchmark(
     settings.eos, settings.policies = pair.eos, lengths.policies
 
     # Time plain decoding and the drafters in turn; then decode one prompt more for the page.
-    questions = [Question(p.id, p.category, encode(pair.tokenizer, p)) for p in asked]
+    questions = [Question(p.id, p.category, encode(pair.tokenizer, p)) for p in chosen_prompts]
     result = bench(watches[0], made, questions, settings, models=watches)
     first, make = next(iter(made.items()))
     if pool:
         result = replace(result, pool=measure_pool(pair.target, first, make, questions, settings))
-    fitting = [question for question in questions if fits(pair.target, question)]
+    fitting = [question for question in questions if has_room_for_output(pair.target, question)]
     served = None
     if engine != OWN and draft is not None:
         served = measure_in_engine(
@@ -553,7 +553,7 @@ def plan_draft(
     )
 
 
-def watched(pair: Pair) -> list[Stopwatch]:
+def attach_stopwatches(pair: Pair) -> list[Stopwatch]:
     """Put stopwatches around the pair's models and return them, the target's first; heads count as the target."""
     watches = [Stopwatch(pair.target)]
     if pair.draft is not None:

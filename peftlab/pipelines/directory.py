@@ -17,7 +17,19 @@ from typing import TYPE_CHECKING
 
 from peftlab.environment import describe_environment, git_state
 from peftlab.errors import PeftlabError
-from peftlab.files import WRITTEN, Claim, Inputs, Json, Mark, claimed, is_url, parse_json, real, write_json, write_text
+from peftlab.files import (
+    WRITTEN,
+    Claim,
+    Inputs,
+    Json,
+    Mark,
+    claimed,
+    is_url,
+    parse_json,
+    real_path,
+    write_json,
+    write_text,
+)
 from peftlab.recipe.load import load_recipe
 from peftlab.recipe.schema import AnyTable, DraftRecipe, DraftTableRecipe, FinetuneRecipe, Recipe
 from peftlab.remote import RemoteDirectory, local_place, mirrored
@@ -97,7 +109,7 @@ def stored_recipe(directory: str | Path) -> Recipe:
     else:
         recipe = load_recipe(Path(directory) / "recipe.yaml")
         at = recipe.output_dir
-        if is_url(at) and real(local_place(at, "runs")) == real(directory):
+        if is_url(at) and real_path(local_place(at, "runs")) == real_path(directory):
             return recipe
     # Set as a value: a path in an override would be read as YAML.
     return recipe.model_copy(update={"output_dir": str(directory)})

@@ -53,7 +53,7 @@ from peftlab.drafting.text import (
     write_continuations,
 )
 from peftlab.environment import Cpu
-from peftlab.errors import PeftlabError, about
+from peftlab.errors import PeftlabError, prefix_errors
 from peftlab.files import Claim, Json, staged_directory, to_json, write_json, write_text
 from peftlab.methods.config import lr_ratio
 from peftlab.methods.inject import count_parameters, inject, is_injected
@@ -282,7 +282,7 @@ def _run(recipe: DraftRecipe, directory: Claim, resume: bool, device: str) -> Dr
     if recipe.method is not None:
         inject(draft.injected, injected_method(recipe.method, recipe.train))
     if draft.folds and draft.base_model is None:  # what would stop the merge stops the run before it has trained
-        with about("merge"):
+        with prefix_errors("merge"):
             options = MergeOptions(into=merge_into(recipe.merge), revision=_base_revision(recipe, draft))
             check_merge(draft.injected, draft.base, run_dir / "merged", options)
     trainable, total = count_parameters(draft.model)

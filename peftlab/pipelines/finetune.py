@@ -25,7 +25,7 @@ from peftlab.checkpoints.tensors import write_tensors
 from peftlab.decoding.generation import answering
 from peftlab.drafting.target import eos_ids
 from peftlab.environment import Cpu
-from peftlab.errors import PeftlabError, about
+from peftlab.errors import PeftlabError, prefix_errors
 from peftlab.files import (
     MERGE_INPUTS,
     Claim,
@@ -232,7 +232,7 @@ def _run(recipe: FinetuneRecipe, directory: Claim, resume: bool, device: str) ->
             revision=recipe.revision,
             overwrite=True,
         )
-        with about("merge"):  # what would stop the merge stops the run before it has trained
+        with prefix_errors("merge"):  # what would stop the merge stops the run before it has trained
             check_merge(model, recipe.model, run_dir / "merged", merging)
     if recipe.init_from:  # of a resumed run too, whose scores may compare with the state it started from
         start_from(model, recipe.init_from)

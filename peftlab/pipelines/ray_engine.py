@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from peftlab.environment import check_device_name
 from peftlab.errors import PeftlabError
-from peftlab.files import MARK, is_locked, remove_lost
+from peftlab.files import MARK, is_locked, remove_lost_lock
 from peftlab.pipelines.cells import LocalEngine
 from peftlab.pipelines.table import POLL, Engine, Stopped, is_complete, run_cells, wait_for_cells
 from peftlab.recipe.load import Cell
@@ -178,7 +178,7 @@ def run_task(task: Task) -> str:
 
     if is_locked(directory):  # by a process on a node that died: a file server may keep its lock
         alive = [node["NodeManagerHostname"] for node in ray.nodes() if node["Alive"]]
-        remove_lost(directory, [host, *alive])
+        remove_lost_lock(directory, [host, *alive])
     slot = os.environ.get("CUDA_VISIBLE_DEVICES", "") if ray.get_gpu_ids() else ""
     engine = LocalEngine([slot], task.device, task.threads)
     try:

@@ -41,7 +41,7 @@ from peftlab.decoding.measurements import (
 )
 from peftlab.drafting.export import LLAMA_CPP, export_draft
 from peftlab.errors import PeftlabError, did_you_mean
-from peftlab.files import Json, member, parse_json
+from peftlab.files import Json, parse_json, typed_value
 from peftlab.models.load import load_base, load_tokenizer
 from peftlab.models.quantised import torch_dtype
 from peftlab.references import locate
@@ -148,7 +148,7 @@ class VllmServer(EngineServer):
 
     def __init__(self, url: str) -> None:
         super().__init__(url)
-        rows = member(self.json("/v1/models"), "data", list, f"{url}/v1/models")
+        rows = typed_value(self.json("/v1/models"), "data", list, f"{url}/v1/models")
         self._model = next((row["id"] for row in rows if isinstance(row, dict) and row.get("id")), None)
 
     def version(self) -> str:
@@ -162,7 +162,7 @@ class VllmServer(EngineServer):
         answer = self.json("/v1/completions", body)
         seconds = time.perf_counter() - began
         time.sleep(_SETTLE)
-        choices = member(answer, "choices", list, self.url)
+        choices = typed_value(answer, "choices", list, self.url)
         tokens = choices[0].get("token_ids") if choices and isinstance(choices[0], dict) else None
         if not isinstance(tokens, list):
             raise PeftlabError(f"engine {self.url}: the answer has no token_ids; vLLM has them from 0.10.2 on")
@@ -219,7 +219,7 @@ class LlamaServer(EngineServer):
         answer = self.json("/completion", body)
         seconds = time.perf_counter() - began
         timings = answer.get("timings")
-        tokens = [int(str(token)) for token in member(answer, "tokens", list, self.url)]
+        tokens = [int(str(token)) for token in typed_value(answer, "tokens", list, self.url)]
         counted = timings if isinstance(timings, dict) else {}
         drafted, accepted = (int(str(counted.get(key) or 0)) for key in ("draft_n", "draft_n_accepted"))
         # The first token comes from the prompt's pass, each later step writes one more than it accepts.

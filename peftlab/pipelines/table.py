@@ -219,9 +219,9 @@ def missing_cells(cells: Sequence[Cell], *, overwrite: bool) -> list[Cell]:
         more = f"\nand {len(lines) - 5} more cells" if len(lines) > 5 else ""
         advice = "pass --overwrite to run the changed cells anew, or choose another output_dir"
         raise PeftlabError("\n".join(lines[:5]) + f"{more}\n{advice}")
-    anew = {*changed, *(cell.directory for cell in cells if Path(cell.init_from or "") in changed)}
+    restarted = {*changed, *(cell.directory for cell in cells if Path(cell.init_from or "") in changed)}
     for cell in cells:
-        if cell.directory in anew:
+        if cell.directory in restarted:
             remove(cell.directory, RUN.kind, recipe_inputs(cell.recipe))
     return [cell for cell in cells if not is_complete(cell)]
 

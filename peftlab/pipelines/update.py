@@ -114,7 +114,7 @@ def updates(run: Path) -> tuple[list[Path], Path | None]:
     return done, stopped[-1] if stopped else None  # neither: killed before it began
 
 
-def continued(first: DraftRecipe, newest: Path, log: str | Path) -> DraftConfig:
+def continued_section(first: DraftRecipe, newest: Path, log: str | Path) -> DraftConfig:
     """Return the draft section that continues from the draft of ``newest``.
 
     Args:
@@ -158,7 +158,7 @@ def _update(run: Path, first: DraftRecipe, logs: str | Path, size: int, override
     done, stopped = updates(run)
     if stopped is not None:
         raise PeftlabError(f"{stopped}: a stream that was stopped; repeat its command, which finishes it, or delete it")
-    draft = continued(first, done[-1] if done else run, logs)
+    draft = continued_section(first, done[-1] if done else run, logs)
     tokenizer, number = load_tokenizer(first.target), len(done) + 1
     replay = fill_replay(run, number, tokenizer, read_requests(logs, tokenizer, chat=first.data.chat), size)
     wanted = with_overrides(run, overrides)
@@ -219,7 +219,7 @@ def update_live(
         changes = {"prompts": str(prompts), "replay": None, "held_out": 1}
         recipe = wanted.model_copy(
             update={
-                "draft": continued(first, start, prompts),
+                "draft": continued_section(first, start, prompts),
                 "data": wanted.data.model_copy(update=changes),
                 "output_dir": str(place),
             }
@@ -353,7 +353,7 @@ class _Live:
 
     def _load(self, directory: Path) -> DraftKind[DraftConfig]:
         """Load the draft in a directory as training continues it."""
-        config = continued(self.recipe, directory, self.place)
+        config = continued_section(self.recipe, directory, self.place)
         if "store_gb" in type(config).model_fields:  # an update's text is read once
             config = config.model_copy(update={"store_gb": None})
         recipe = self.recipe.model_copy(update={"draft": config})

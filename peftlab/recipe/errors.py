@@ -65,7 +65,7 @@ class Source:
             keys = keys[:-1]
         return self.places[keys]
 
-    def complain(self, keys: Keys, text: str) -> None:
+    def add_problem(self, keys: Keys, text: str) -> None:
         """Add a problem at the place of ``keys``."""
         self.problems.append(Problem(self.place(keys), text))
 
@@ -101,7 +101,7 @@ def _explain(recipe: type[BaseModel], source: Source, error: ValidationError) ->
     for item in error.errors(include_url=False):
         if item["type"] == "recipe":  # raised by a recipe's own check of keys that contradict each other
             for keys, reason in item["ctx"]["problems"]:
-                source.complain(keys, reason)
+                source.add_problem(keys, reason)
             continue
         if item["type"] == "default_factory_not_called":  # a default that depends on a key with a problem of its own
             continue
@@ -112,7 +112,7 @@ def _explain(recipe: type[BaseModel], source: Source, error: ValidationError) ->
         # Each branch of a union fails by itself, at one field: report the field once.
         if (field_keys or keys) not in seen:
             seen.add(field_keys or keys)
-            source.complain(keys, f"{dotted(field_keys or keys)}: {text}" if keys else text)
+            source.add_problem(keys, f"{dotted(field_keys or keys)}: {text}" if keys else text)
 
 
 def _sentence(recipe: type[BaseModel], source: Source, item: ErrorDetails) -> tuple[Keys, str]:

@@ -33,7 +33,7 @@ from peftlab.recipe.schema import (
     FinetuneRecipe,
     Recipe,
     TableRecipe,
-    draft_of_a_reference,
+    section_of_reference,
 )
 from peftlab.tasks.table import TASKS
 
@@ -72,7 +72,7 @@ def load_recipe(name: str | Path, overrides: Iterable[str] = ()) -> Recipe:
         recipe = validated(KINDS[kind], source)
     else:
         hint = did_you_mean(str(kind), KINDS)
-        source.complain(("kind",), f"kind: unknown kind {kind!r}{hint}; one of {', '.join(KINDS)}")
+        source.add_problem(("kind",), f"kind: unknown kind {kind!r}{hint}; one of {', '.join(KINDS)}")
     if recipe is not None and sweeps:
         axes = []
         for number, text in sweeps:
@@ -167,9 +167,9 @@ def parse(text: str, source: Source, place: Callable[[int], Place], at: Keys = (
         if count > _MAX_VALUES:
             raise PeftlabError(f"{place(0)}: more than {_MAX_VALUES:,} values, aliases expanded")
         if node in above:
-            source.complain(keys, f"{dotted(keys)}: an alias refers to a value that contains it")
+            source.add_problem(keys, f"{dotted(keys)}: an alias refers to a value that contains it")
         elif len(above) > _MAX_LEVELS:
-            source.complain(keys[:3], f"{dotted(keys[:3])}: nested too deeply")
+            source.add_problem(keys[:3], f"{dotted(keys[:3])}: nested too deeply")
         elif isinstance(node, MappingNode) and node.tag == _TAG + "map":
             return mapping(node, keys, (*above, node))
         elif isinstance(node, SequenceNode) and node.tag == _TAG + "seq":
@@ -178,7 +178,7 @@ def parse(text: str, source: Source, place: Callable[[int], Place], at: Keys = (
         elif isinstance(node, ScalarNode) and node.tag in _TYPED | _TEXT:
             return scalar(node, keys)
         else:
-            source.complain(keys, f"{dotted(keys)}: unknown tag {str(node.tag).replace(_TAG, '!!')}")
+            source.add_problem(keys, f"{dotted(keys)}: unknown tag {str(node.tag).replace(_TAG, '!!')}")
         return None
 
     def scalar(node: ScalarNode, keys: Keys) -> Json:
@@ -189,7 +189,7 @@ def parse(text: str, source: Source, place: Callable[[int], Place], at: Keys = (
         except (ValueError, KeyError, YAMLError):
             found = node.value if node.tag != _TAG + "int" else 2**63  # more digits than Python converts
         if isinstance(found, int) and abs(found) >= 2**63:
-            source.complain(keys, f"{dotted(keys)}: a number of {len(node.value)} digits is too large")
+            source.add_problem(keys, f"{dotted(keys)}: a number of {len(node.value)} digits is too large")
             return node.value
         # No setting is infinite or NaN: left as text, the schema refuses it with the text as it was written.
         return node.value if isinstance(found, float) and not math.isfinite(found) else found
@@ -227,14 +227,14 @@ def override(source: Source, text: str, number: int = 1) -> None:
     """
     place = Place(number, 0, f"override {text!r}")
 
-    def complain(problem: str) -> None:
+    def add_problem(problem: str) -> None:
         source.problems.append(Problem(place, problem))
 
     removing = text.startswith("~")
     name, equals, value_text = (text[1:], "=", "") if removing else text.partition("=")
     keys = tuple(name.strip().split("."))
     if not equals or not all(keys):
-        return complain("write key=value, section.key=value, or ~section.key to remove one")
+        return add_problem("write key=value, section.key=value, or ~section.key to remove one")
     section = source.data
     for depth, key in enumerate(keys[:-1], start=1):
         if section.get(key) is None and not removing:
@@ -243,20 +243,20 @@ def override(source: Source, text: str, number: int = 1) -> None:
         inner = section.get(key)
         if not isinstance(inner, dict):
             reason = "no such key" + suggest(key, section) if inner is None else "has no keys below it"
-            return complain(f"{dotted(keys[:depth])}: {reason}")
+            return add_problem(f"{dotted(keys[:depth])}: {reason}")
         section = inner
     if removing:
         if keys[-1] not in section:
-            return complain(f"{dotted(keys)}: no such key to remove{suggest(keys[-1], section)}")
+            return add_problem(f"{dotted(keys)}: no such key to remove{suggest(keys[-1], section)}")
         del section[keys[-1]]
     else:
         if not value_text.strip():
-            return complain(f"{dotted(keys)}: no value; write null or '' if that is meant")
+            return add_problem(f"{dotted(keys)}: no value; write null or '' if that is meant")
         given = Source({}, {keys: place})
         try:
             value = parse(value_text, given, lambda _: place, keys)
         except PeftlabError as error:
-            return complain(str(error).removeprefix(f"{place}: "))
+            return add_problem(str(error).removeprefix(f"{place}: "))
         section[keys[-1]] = {"name": value} if keys == ("method",) and isinstance(value, str) else value
         source.problems += given.problems
     for known in [known for known in source.places if known[: len(keys)] == keys]:
@@ -439,22 +439,22 @@ def _consistent(recipe: AnyTable, source: Source) -> None:
     for key, items in listed.items():
         for i, item in enumerate(items):
             if item in items[:i]:
-                source.complain((key, i), f"{key}: {item} occurs twice")
+                source.add_problem((key, i), f"{key}: {item} occurs twice")
     names: dict[str, str] = {}
     for row in recipe.rows:
         other = names.setdefault(_file_name(row), row)
         if other != row:
-            source.complain(("rows", row), f"rows: {row!r} and {other!r} would have the same directories")
+            source.add_problem(("rows", row), f"rows: {row!r} and {other!r} would have the same directories")
     if recipe.train.seed:
-        source.complain(("train", "seed"), "train.seed: a table's seeds are listed under seeds")
+        source.add_problem(("train", "seed"), "train.seed: a table's seeds are listed under seeds")
     changes = _changes(recipe, source)
     own = {*_OF_THE_TABLE, "task"} if isinstance(recipe, TableRecipe) else {*_OF_THE_TABLE}
     for at, keys in changes.items():
         where = ".".join(map(str, at))
         for key in keys.keys() & own:
-            source.complain((*at, key), f"{where}.{key}: the table sets it for all cells")
+            source.add_problem((*at, key), f"{where}.{key}: the table sets it for all cells")
         if isinstance(train := keys.get("train"), dict) and "seed" in train:
-            source.complain((*at, "train", "seed"), f"{where}.train.seed: a table's seeds are listed under seeds")
+            source.add_problem((*at, "train", "seed"), f"{where}.train.seed: a table's seeds are listed under seeds")
     if isinstance(recipe, TableRecipe):
         _known_names(recipe, source, changes)
 
@@ -468,18 +468,18 @@ def _known_names(recipe: TableRecipe, source: Source, changes: Mapping[Keys, obj
         for at, row in named.items():
             if row not in recipe.rows:
                 where = ".".join(map(str, at[:3]))
-                source.complain(at[:3], f"{where}: no row {row!r}{did_you_mean(row, list(recipe.rows))}")
+                source.add_problem(at[:3], f"{where}: no row {row!r}{did_you_mean(row, list(recipe.rows))}")
     # Keys may name tasks that the table leaves out, so that tasks can be removed; what is no task at all is a mistake.
     for at in [*(at for at in changes if PER_TASK in at), *(("init", task) for task in recipe.init)]:
         task = str(at[-1])
         if task not in TASKS:
             hint = did_you_mean(task, [*recipe.tasks, *TASKS])
-            source.complain(at, f"{'.'.join(map(str, at[:-1]))}: unknown task {task!r}{hint}")
+            source.add_problem(at, f"{'.'.join(map(str, at[:-1]))}: unknown task {task!r}{hint}")
     for task, start in recipe.init.items():
         if task in recipe.tasks and (start not in recipe.tasks or start in recipe.init):
             reason = "itself under init" if start in recipe.init else "not under tasks"
             text = f"init.{task}: {start} is {reason}; '~init.{task}' starts from the pretrained model instead"
-            source.complain(("init", task), text)
+            source.add_problem(("init", task), text)
 
 
 def _changes(recipe: AnyTable, source: Source) -> dict[Keys, dict[str, object]]:
@@ -492,7 +492,9 @@ def _changes(recipe: AnyTable, source: Source) -> dict[Keys, dict[str, object]]:
         of_tasks = keys.get(PER_TASK, {})
         if not isinstance(of_tasks, dict) or not all(isinstance(value, dict) for value in of_tasks.values()):
             at = ("rows", row, PER_TASK)
-            source.complain(at, f"{'.'.join(at)}: expected tasks, and keys below each, as the table's own per_task has")
+            source.add_problem(
+                at, f"{'.'.join(at)}: expected tasks, and keys below each, as the table's own per_task has"
+            )
             continue
         found |= {("rows", row, PER_TASK, task): value for task, value in of_tasks.items()}
     return found
@@ -529,7 +531,7 @@ def _swept_key(source: Source, text: str, place: Place) -> Axis:
     return Axis(keys, values, place)
 
 
-def sweep(recipe: Recipe, source: Source, asked: Sequence[Axis]) -> Source:
+def sweep(recipe: Recipe, source: Source, swept_axes: Sequence[Axis]) -> Source:
     """Return the table that the recipe of a run and its ``sweep.KEY=[...]`` overrides describe.
 
     Its rows are the combinations of all swept keys but the task and the seed, which are the table's own axes.
@@ -539,15 +541,15 @@ def sweep(recipe: Recipe, source: Source, asked: Sequence[Axis]) -> Source:
     Args:
         recipe: the validated recipe without the sweeps.
         source: what it was read from.
-        asked: the swept keys as they were written.
+        swept_axes: the swept keys as they were written.
     """
     if isinstance(recipe, AnyTable):
-        for axis in asked[:1]:
+        for axis in swept_axes[:1]:
             text = f"only recipes of kind finetune and draft are swept, this is a {recipe.kind}"
             source.problems.append(Problem(axis.place, text))
         return source
     axes = []
-    for axis in asked:
+    for axis in swept_axes:
         try:
             axes.append(replace(axis, keys=_setting(recipe, source, axis.keys)))
         except PeftlabError as error:
@@ -618,7 +620,7 @@ def _row(table: Source, source: Source, label: str, axes: list[Axis], values: Se
     """Return a row's own keys; the places where they were written are added to ``table``."""
     row = {key: copy.deepcopy(source.data[key]) for key in _OF_A_ROW if source.data.get(key) is not None}
     if "draft" in row:
-        row["draft"] = to_json(draft_of_a_reference(row["draft"]))
+        row["draft"] = to_json(section_of_reference(row["draft"]))
     at = ("rows", label)
     table.places[at] = axes[0].place if axes else table.place(())
     table.places |= {

@@ -208,7 +208,7 @@ def _or_reference(schema: JsonDict) -> None:
     schema["anyOf"] = [branches, {"type": "string"}]
 
 
-def draft_of_a_reference(value: object) -> object:
+def section_of_reference(value: object) -> object:
     """Return the section that a ``draft`` is short for, if it is a reference alone."""
     return {"kind": "model", "from": value} if isinstance(value, str) else value
 
@@ -264,7 +264,7 @@ class DraftRecipe(Section):
     _lr = field_validator("train")(_with_lr)
     _place = field_validator("output_dir")(_run_place)
 
-    _draft = field_validator("draft", mode="before")(draft_of_a_reference)
+    _draft = field_validator("draft", mode="before")(section_of_reference)
 
     @model_validator(mode="after")
     def _consistent(self) -> DraftRecipe:
@@ -415,7 +415,7 @@ class DraftTableRecipe(Section):
     )
     output_dir: str = Field(description="Directory of the table; its cells are stored below it.")
 
-    _draft = field_validator("draft", mode="before")(draft_of_a_reference)
+    _draft = field_validator("draft", mode="before")(section_of_reference)
     _place = field_validator("output_dir")(_on_disk)
 
 

@@ -205,13 +205,13 @@ def _answers(results: Sequence[facts.Results]) -> list[Figure]:
     figures = []
     for metric in dict.fromkeys(metric for table in tables for metric in table):
         if not metric.endswith((LOW, HIGH)) and metric != "contexts":
-            values = [facts.real(table.get(metric)) for table in tables]
+            values = [facts.as_float(table.get(metric)) for table in tables]
             figures.append(Figure(f"{facts.label(metric)} (generated answers)", "", values, _best(values, metric)))
     return figures
 
 
 def _costs(results: Sequence[facts.Results]) -> list[Figure]:
-    rows = {key: [facts.real(found.get(key)) for found in results] for key in _COSTS}
+    rows = {key: [facts.as_float(found.get(key)) for found in results] for key in _COSTS}
     return [Figure(*_COSTS[key], values, []) for key, values in rows.items() if any(v is not None for v in values)]
 
 

@@ -104,7 +104,7 @@ def recipes_table(rows: Iterable[Mapping[str, object]]) -> Table:
 
 
 @contextmanager
-def counting_rows() -> Iterator[Callable[[int], None]]:
+def row_counter() -> Iterator[Callable[[int], None]]:
     """Yield a function to call with each batch's rows; a terminal shows their number and the time on stderr."""
     from rich.progress import Progress, TextColumn, TimeElapsedColumn
 

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from peftlab.decoding.planning import MeasuredAdvice, MeasuredPlan, best_gamma_at
 from peftlab.decoding.theory import GAIN_ALPHAS
-from peftlab.files import Json, member, read_object, to_json
+from peftlab.files import Json, read_object, to_json, typed_value
 from peftlab.reporting.pages import INK, SERIES, Plot, acceptance_plots, drafted_example, figure, render, require
 
 if TYPE_CHECKING:
@@ -511,11 +511,12 @@ class PublishedTheory:
 
 def published_speeds() -> list[PublishedSpeed]:
     """Return the measured figures."""
-    rows: list[dict[str, Json]] = member(read_object(PUBLISHED), "measured", list, PUBLISHED)
+    rows: list[dict[str, Json]] = typed_value(read_object(PUBLISHED), "measured", list, PUBLISHED)
     texts = ("system", "benchmark", "source", "like")
     return [
         PublishedSpeed(
-            tau=member(row, "tau", float, PUBLISHED), **{name: member(row, name, str, PUBLISHED) for name in texts}
+            tau=typed_value(row, "tau", float, PUBLISHED),
+            **{name: typed_value(row, name, str, PUBLISHED) for name in texts},
         )
         for row in rows
     ]
@@ -523,10 +524,10 @@ def published_speeds() -> list[PublishedSpeed]:
 
 def published_theory() -> PublishedTheory:
     """Return the table of formulas."""
-    table = member(read_object(PUBLISHED), "theory", dict, PUBLISHED)
-    rows: list[tuple[float, int, float, float]] = member(table, "rows", list, PUBLISHED)
+    table = typed_value(read_object(PUBLISHED), "theory", dict, PUBLISHED)
+    rows: list[tuple[float, int, float, float]] = typed_value(table, "rows", list, PUBLISHED)
     cells = {(alpha, gamma): (operations, speed) for alpha, gamma, operations, speed in rows}
-    return PublishedTheory(member(table, "source", str, PUBLISHED), cells)
+    return PublishedTheory(typed_value(table, "source", str, PUBLISHED), cells)
 
 
 # On the console and as a page

@@ -55,7 +55,7 @@ def setting(value: object) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def real(value: object) -> float | None:
+def as_float(value: object) -> float | None:
     """Return ``value`` if it is a number, else None."""
     return value if isinstance(value, int | float) else None
 
@@ -67,7 +67,7 @@ def required(results: Results, key: str) -> float:
         results: the contents of ``results.json``.
         key: the number's key.
     """
-    value = real(results.get(key))
+    value = as_float(results.get(key))
     if value is None:
         raise PeftlabError(f"results.json of {results.get('task')}: {key} is not a number")
     return value
@@ -112,7 +112,7 @@ _COSTS = {
 
 def costs(cost: Mapping[str, object]) -> dict[str, str]:
     """Return label and text of each value of a ``Cost``; one that is None has no row."""
-    known = {name: (key, value) for key, name in _COSTS.items() if (value := real(cost.get(key))) is not None}
+    known = {name: (key, value) for key, name in _COSTS.items() if (value := as_float(cost.get(key))) is not None}
     return {
         name: f"{value:,}" if key.endswith("flops") else f"{size(value)} ({value:,} B)"
         for name, (key, value) in known.items()
@@ -138,19 +138,19 @@ def _decoding(decoding: Mapping[str, object]) -> dict[str, str]:
     rows = {"decoding with the draft": str(after.get("verdict")), "drafted per target step": number(decoding["gamma"])}
     rows["decoding, tokens/s"] = ", ".join(f"{speed(value)} {name}" for name, value in _reals(rates).items())
     rows["tokens per target step"] = ", ".join(f"{value:.2f} {name}".strip() for name, value in _reals(tau).items())
-    if (accepted := real(after.get("accepted"))) is not None:
+    if (accepted := as_float(after.get("accepted"))) is not None:
         rows["accepted of the drafted tokens tried"] = percent(accepted)
     rows["outputs are plain decoding's"] = number(after.get("lossless"))
     if isinstance(others := after.get("beside"), Mapping):
         rows["speed-up of other drafters"] = ", ".join(f"{name} {value:.2f}x" for name, value in _reals(others).items())
-    if isinstance(gain := after.get("gain"), Mapping) and (best := real(gain.get("best_gain"))) is not None:
+    if isinstance(gain := after.get("gain"), Mapping) and (best := as_float(gain.get("best_gain"))) is not None:
         rows["best draft length"] = f"{gain.get('best_gamma')}, {best:.2f}x" if gain.get("best_gamma") else "none pays"
     if isinstance(time := after.get("time"), Mapping):
         rows["time of decoding"] = ", ".join(f"{name} {percent(value)}" for name, value in _reals(time).items())
     return rows
 
 
-def decoding_after(results: Results) -> Mapping[str, object]:
+def decoding_after_training(results: Results) -> Mapping[str, object]:
     """Return ``decoding.after`` of a draft run; empty of any other run."""
     decoding = results.get("decoding")
     after = decoding.get("after") if isinstance(decoding, Mapping) else None
@@ -159,7 +159,7 @@ def decoding_after(results: Results) -> Mapping[str, object]:
 
 def _reals(values: Mapping[str, object]) -> dict[str, float]:
     """Return the values that are numbers."""
-    return {name: known for name, value in values.items() if (known := real(value)) is not None}
+    return {name: known for name, value in values.items() if (known := as_float(value)) is not None}
 
 
 def flatten(value: object, prefix: str = "") -> Iterator[tuple[str, object]]:
@@ -228,9 +228,9 @@ def scores(results: Results) -> list[Score]:
     for place, value in flatten(results.get("metrics") or {}):
         split, _, metric = place.rpartition(".")
         known = baselines.get(metric) if isinstance(baselines, Mapping) and split == first else None
-        if (score := real(value)) is not None:
+        if (score := as_float(value)) is not None:
             name = score_name(metric, split, results)
-            rows.append(Score(name, metric, score, real(known), real(last.get(place))))
+            rows.append(Score(name, metric, score, as_float(known), as_float(last.get(place))))
     return rows
 
 
@@ -265,7 +265,7 @@ def score_name(metric: str, split: str, results: Results) -> str:
 
 def gain(results: Results) -> str | None:
     """Return the signed distance of score to baseline, or None where there is no baseline."""
-    score, baseline = real(results.get("score")), real(results.get("baseline_score"))
+    score, baseline = as_float(results.get("score")), as_float(results.get("baseline_score"))
     return None if score is None or baseline is None else f"{score - baseline:+.4f}"
 
 
@@ -299,12 +299,12 @@ def details(results: Results) -> dict[str, str]:
 
     def take(key: str) -> float | None:
         """Remove and return the number of a key; None if there is none."""
-        value = real(rest.get(key))
+        value = as_float(rest.get(key))
         if value is not None:
             del rest[key]
         return value
 
-    trainable, total = (real(rest.get(key)) for key in ("trainable_parameters", "total_parameters"))
+    trainable, total = (as_float(rest.get(key)) for key in ("trainable_parameters", "total_parameters"))
     if trainable is not None and total is not None:
         del rest["trainable_parameters"], rest["total_parameters"]
         rows["trainable parameters"] = f"{trainable:,} of {total:,} ({percent(trainable / max(total, 1))})"
@@ -462,7 +462,7 @@ def confusion(results: Results, most: int) -> Confusion | None:
 
 def baseline_remark(results: Results) -> str | None:
     """Return a sentence where the score equals that of always giving the same answer, else None."""
-    score, baseline = real(results.get("score")), real(results.get("baseline_score"))
+    score, baseline = as_float(results.get("score")), as_float(results.get("baseline_score"))
     if "classes" not in results or score is None or baseline is None or not math.isclose(score, baseline):
         return None
     metric = str(results["metric"])
@@ -730,4 +730,4 @@ def _eval_results(info: CardInfo, dataset: str | None) -> list[EvalResult]:
 def _scores(info: CardInfo) -> dict[str, float]:
     """Return the metrics by name, the deciding one first."""
     named = {info.metric: info.results["score"]} | dict(flatten(info.results.get("metrics") or {}))
-    return {key: known for key, value in named.items() if (known := real(value)) is not None}
+    return {key: known for key, value in named.items() if (known := as_float(value)) is not None}

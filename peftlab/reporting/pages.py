@@ -69,7 +69,7 @@ def run_page(run_dir: Path) -> str:
     values = YAML(typ="safe").load(recipe) or {}
     history = read_history(run_dir / "metrics.jsonl")
     metric, counts, points = str(results["metric"]), facts.class_counts(results), results.get("points")
-    decoding = facts.decoding_after(results)
+    decoding = facts.decoding_after_training(results)
     context = {
         "task": results["task"],
         "method": results["method"],
@@ -80,7 +80,7 @@ def run_page(run_dir: Path) -> str:
         "baseline_name": facts.baseline_name(metric),
         "bars": _score_bars(results),
         "plots": [
-            *_curves(history, metric, facts.real(results.get("baseline_score"))),
+            *_curves(history, metric, facts.as_float(results.get("baseline_score"))),
             *([scatter_plot(points)] if isinstance(points, list) and points else []),
             *_acceptance(decoding),
         ],
@@ -148,8 +148,8 @@ def _score_bars(results: facts.Results) -> list[dict[str, str | None]]:
     """Return score and baseline as bars from zero on one scale, which is 0 to 1 or as far as the numbers go."""
     metric = str(results["metric"])
     named = [
-        ("score", facts.label(metric), facts.real(results["score"])),
-        ("baseline", facts.baseline_name(metric), facts.real(results.get("baseline_score"))),
+        ("score", facts.label(metric), facts.as_float(results["score"])),
+        ("baseline", facts.baseline_name(metric), facts.as_float(results.get("baseline_score"))),
     ]
     bars = [(kind, name, value) for kind, name, value in named if value is not None and math.isfinite(value)]
     low = min([0.0, *(value for _, _, value in bars)])
@@ -195,7 +195,7 @@ def _acceptance(decoding: Mapping[str, object]) -> list[Plot]:
     rates, runs = decoding.get("acceptance_by_position"), decoding.get("accepted_runs")
     if not isinstance(rates, list) or not isinstance(runs, Mapping):
         return []
-    return acceptance_plots([facts.real(rate) for rate in rates], {int(n): int(count) for n, count in runs.items()})
+    return acceptance_plots([facts.as_float(rate) for rate in rates], {int(n): int(count) for n, count in runs.items()})
 
 
 def _history_notes(history: History) -> list[str]:

@@ -110,7 +110,7 @@ def _peft_config(recipe: FinetuneRecipe, run_dir: Path) -> Json:
 
 
 def _train_info(results: facts.Results, run_dir: Path, accuracy: Json) -> dict[str, Json]:
-    gpu, main = (facts.real(results.get(key)) for key in ("peak_gpu_mb", "peak_rss_mb"))
+    gpu, main = (facts.as_float(results.get(key)) for key in ("peak_gpu_mb", "peak_rss_mb"))
     memory = round((gpu or main or 0) * 2**20)
     evaluations = _evaluations(results, run_dir)
     last = evaluations[-1] if evaluations else {}
@@ -146,7 +146,7 @@ def _evaluations(results: facts.Results, run_dir: Path) -> list[dict[str, Json]]
         values = parse_json(line)
         if not isinstance(values, dict):
             continue
-        step, loss = facts.real(values.get("step")), facts.real(values.get("loss"))
+        step, loss = facts.as_float(values.get("step")), facts.as_float(values.get("loss"))
         if loss is not None:
             losses.append(loss)
         elif "eval" in values and step is not None and losses:  # of several splits the first
@@ -158,7 +158,7 @@ def _evaluations(results: facts.Results, run_dir: Path) -> list[dict[str, Json]]
                     "train samples": round(step * per_step),
                     "train time": None,
                     "eval time": None,
-                    "tokens / sec": facts.real(results.get("tokens_per_second")),
+                    "tokens / sec": facts.as_float(results.get("tokens_per_second")),
                     "mem allocated avg": None,
                     "mem reserved avg": None,
                     "elapsed time": None,

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from peftlab.files import member, read_object
+from peftlab.files import read_object, typed_value
 from peftlab.reporting import facts
 
 PUBLISHED = Path(__file__).with_name("published_tables.json")
@@ -370,11 +370,11 @@ def _entry(runs: list[facts.Results]) -> Entry:
     others: dict[str, list[float]] = {}
     for metrics in best:
         for name, value in metrics.items():
-            number = facts.real(value)
+            number = facts.as_float(value)
             if number is not None and name != deciding and not name.endswith("loss"):
                 others.setdefault(name, []).append(scale(name) * number)
     last = [facts.required(dict(facts.flatten(run["last_metrics"])), deciding) for run in runs]
-    gpus = [number for run in runs if (number := facts.real(run.get("peak_gpu_mb"))) is not None]
+    gpus = [number for run in runs if (number := facts.as_float(run.get("peak_gpu_mb"))) is not None]
     return Entry(
         metric,
         tuple(map(int, numbers("seed"))),
@@ -385,7 +385,7 @@ def _entry(runs: list[facts.Results]) -> Entry:
         statistics.fmean(numbers("train_seconds")),
         max(numbers("peak_rss_mb")),
         max(gpus, default=None),
-        facts.real(runs[0].get("lr")),
+        facts.as_float(runs[0].get("lr")),
         _cost([run["cost"] for run in runs if "cost" in run]),
         _drafting([run["decoding"] for run in runs if "decoding" in run]),
     )
@@ -396,7 +396,7 @@ def _drafting(found: list[object]) -> Drafting | None:
     after = [each["after"] for each in found if isinstance(each, dict)]
     if not after:
         return None
-    rates = [rate for each in after if (rate := facts.real(each.get("block_efficiency"))) is not None]
+    rates = [rate for each in after if (rate := facts.as_float(each.get("block_efficiency"))) is not None]
     speeds = tuple(facts.required(each, "speed_up") for each in after)
     return Drafting(Spread(tuple(rates), 2) if rates else None, Spread(speeds, 2))
 
@@ -500,31 +500,31 @@ def published_rows(models: Mapping[str, str], tasks: Collection[str]) -> Publish
         tasks: the table's tasks.
     """
     source = read_object(PUBLISHED)
-    columns = [str(task) for task in member(source, "tasks", list, PUBLISHED)]
+    columns = [str(task) for task in typed_value(source, "tasks", list, PUBLISHED)]
     rows = {
         name: _published_row(values, columns, tasks)
-        for name, values in member(source, "rows", dict, PUBLISHED).items()
+        for name, values in typed_value(source, "rows", dict, PUBLISHED).items()
         if isinstance(values, dict)
     }
     rows = {name: row for name, row in rows.items() if row.scores}
     if not rows:
         return Published()
     used = {row.model for row in rows.values() if any(_names_model(model, row.model) for model in models.values())}
-    notes = [f"Published rows: {source['source']}.", *map(str, member(source, "notes", list, PUBLISHED))]
+    notes = [f"Published rows: {source['source']}.", *map(str, typed_value(source, "notes", list, PUBLISHED))]
     if not used:
         notes.append("They are of other models than this table's: a scale, not a comparison.")
         used = {"roberta-base"}
-    beside = {name: row for name, row in rows.items() if name in models and _names_model(models[name], row.model)}
-    others = tuple(row for name, row in rows.items() if row.model in used and name not in beside)
-    return Published(beside, others, tuple(notes))
+    by_row = {name: row for name, row in rows.items() if name in models and _names_model(models[name], row.model)}
+    others = tuple(row for name, row in rows.items() if row.model in used and name not in by_row)
+    return Published(by_row, others, tuple(notes))
 
 
 def _published_row(values: dict[str, object], columns: list[str], tasks: Collection[str]) -> PublishedRow:
     def by_task(key: str) -> dict[str, float]:
-        numbers = member(values, key, list, PUBLISHED) if key in values else []
+        numbers = typed_value(values, key, list, PUBLISHED) if key in values else []
         return {task: number for task, number in zip(columns, numbers, strict=False) if task in tasks}
 
-    model, title, parameters = (member(values, key, str, PUBLISHED) for key in ("model", "title", "parameters"))
+    model, title, parameters = (typed_value(values, key, str, PUBLISHED) for key in ("model", "title", "parameters"))
     return PublishedRow(model, title, parameters, by_task("scores"), by_task("deviations"))
 
 

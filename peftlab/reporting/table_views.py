@@ -159,8 +159,8 @@ def _overview(table: Table) -> Grid:
     if table.published.others:
         grid.add_section()
         grid.add_row(Text("published", style="dim italic"))
-        for theirs in table.published.others:
-            add_published(theirs, theirs.title)
+        for published_row in table.published.others:
+            add_published(published_row, published_row.title)
     return grid
 
 
@@ -168,17 +168,17 @@ def _details(table: Table, task: str) -> Grid:
     found = [table.entries[task, row] for row in table.rows if (task, row) in table.entries]
     gpu = any(entry.gpu is not None for entry in found)
     metric = f", {facts.label(found[0].metric)}" if found and found[0].metric != table.titles[task] else ""
-    ranking, beside = table.ranking(task), table.published.beside
+    ranking, by_row = table.ranking(task), table.published.beside
     grid = _grid(f"{table.titles[task]}{metric}")
     grid.add_column("", min_width=len(_PUBLISHED_BELOW))
     titles = ["n", "best epoch", "median", "last epoch", "params", "sec", "GPU MB" if gpu else "MB"]
-    for title in [*titles, *(["published"] if beside else [])]:
+    for title in [*titles, *(["published"] if by_row else [])]:
         grid.add_column(title, justify="right", no_wrap=True)
     for row in table.rows:
         entry = table.entries.get((task, row))
-        theirs = [beside[row].text(task) if row in beside else "-"] if beside else []
+        published_row = [by_row[row].text(task) if row in by_row else "-"] if by_row else []
         if entry is None:
-            grid.add_row(_row_name(row), f"0/{table.seeds}", *["-"] * 6, *theirs)
+            grid.add_row(_row_name(row), f"0/{table.seeds}", *["-"] * 6, *published_row)
             continue
         grid.add_row(
             _row_name(row),
@@ -189,7 +189,7 @@ def _details(table: Table, task: str) -> Grid:
             short_count(entry.trainable),
             f"{entry.seconds:,.0f}",
             f"{entry.gpu if entry.gpu is not None else entry.memory:,.0f}",
-            *theirs,
+            *published_row,
         )
     if ranking is not None:
         grid.caption, grid.caption_justify = Text(f"{ranking.sentence()}\n", style="none"), "left"
@@ -268,10 +268,15 @@ def table_csv(table: Table, controls: Controls | None = None) -> str:
                 **_drafted(table, task, row),
             }
         )
-    for theirs in table.published.others:
-        for task in [task for task in table.titles if task in theirs.scores]:
+    for published_row in table.published.others:
+        for task in [task for task in table.titles if task in published_row.scores]:
             writer.writerow(
-                {"source": "published", "task": task, "row": theirs.title, **_published_values(theirs, task)}
+                {
+                    "source": "published",
+                    "task": task,
+                    "row": published_row.title,
+                    **_published_values(published_row, task),
+                }
             )
     return out.getvalue()
 
@@ -394,7 +399,7 @@ def table_page(table: Table, failed: Sequence[str] = (), controls: Controls | No
     """
     several = len(table.titles) > 1
     best = {task: table.best(task) for task in table.titles}
-    beside = table.published.beside
+    by_row = table.published.beside
     overview = [
         {
             "name": row,
@@ -404,7 +409,7 @@ def table_page(table: Table, failed: Sequence[str] = (), controls: Controls | No
             "drafting": _draft_cells(table, row),
             "average": _average(table.average(row)),
             "parameters": _row_parameters(table, row),
-            "published": _published(table, beside[row], "published") if row in beside else None,
+            "published": _published(table, by_row[row], "published") if row in by_row else None,
         }
         for row in table.rows
     ]
@@ -439,7 +444,9 @@ def _figure(table: Table, task: str, controls: Controls | None) -> dict[str, obj
     entries = {row: table.entries[task, row] for row in table.rows if (task, row) in table.entries}
     if not entries:
         return None
-    named = {row: theirs for row, theirs in table.published.beside.items() if task in theirs.scores}
+    named = {
+        row: published_row for row, published_row in table.published.beside.items() if task in published_row.scores
+    }
     named |= {row.title + " " + row.parameters: row for row in table.published.others if task in row.scores}
     ends = [end for entry in entries.values() for end in (*entry.best.values, *_interval(entry))]
     low, high, ticks = axis([*ends, *(row.scores[task] for row in named.values())])

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 
 from peftlab.errors import PeftlabError
-from peftlab.files import member
+from peftlab.files import typed_value
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -275,7 +275,9 @@ class Collate:
         import torch
 
         # Masks are padded with 0 like everything else, from lists of ones.
-        lists = {name: [member(row, name, list, "an example") for row in rows] for name in self.fill if name in rows[0]}
+        lists = {
+            name: [typed_value(row, name, list, "an example") for row in rows] for name in self.fill if name in rows[0]
+        }
         longest = max(map(len, lists["input_ids"]))
         width = -(-longest // self.multiple) * self.multiple
         lists["attention_mask"] = [[1] * len(ids) for ids in lists["input_ids"]]

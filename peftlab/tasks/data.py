@@ -697,7 +697,7 @@ def bin_classes(values: Sequence[float], bins: Mapping[str, tuple[float | None, 
     return [next((place for place, (low, high) in enumerate(edges) if low <= value <= high), None) for value in values]
 
 
-def names_in_data(classes: Sequence[str], labels: Iterable[str]) -> tuple[str, ...]:
+def class_names_in_data(classes: Sequence[str], labels: Iterable[str]) -> tuple[str, ...]:
     """Return a model's classes as the data names them: LABEL_0, LABEL_1, ... are 0, 1, ... unless it has those.
 
     Args:
@@ -729,7 +729,7 @@ def label_indices(
     """
     every = {split: list(chain.from_iterable(found)) for split, found in labels.items()}
     if known is not None:
-        classes, owner = names_in_data(known, chain.from_iterable(every.values())), "the model"
+        classes, owner = class_names_in_data(known, chain.from_iterable(every.values())), "the model"
     else:
         there, owner = set(every["train"]), "the training data"
         if len(there) < 2:

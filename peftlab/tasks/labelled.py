@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from peftlab.errors import PeftlabError, did_you_mean
-from peftlab.files import member
+from peftlab.files import typed_value
 from peftlab.models.architectures import embeddings_of
 from peftlab.registry import resolve
 from peftlab.tasks.batches import (
@@ -428,7 +428,7 @@ class Answers(ABC):
             label: its label; None where it has none.
             tokenizer: the one that made the tokens.
         """
-        text = str(tokenizer.decode(member(row, "input_ids", list, "an example")))
+        text = str(tokenizer.decode(typed_value(row, "input_ids", list, "an example")))
         return [(text, False), *([] if label is None else [(self.label_name(label), True)])]
 
     def label_name(self, label: object) -> str:

@@ -18,13 +18,13 @@ from peftlab.tasks.data import (
     Fault,
     Table,
     bin_classes,
+    class_names_in_data,
     is_missing,
     is_unicode,
     items,
     label_indices,
     listed,
     names,
-    names_in_data,
     numbers,
     quoted,
     refuse,
@@ -431,7 +431,7 @@ def _labels_of_columns(
     tables: Mapping[str, Table], columns: Sequence[str], known: Sequence[str] | None, faults: list[Fault]
 ) -> tuple[dict[str, list[list[int]]], Sequence[str]]:
     """Return the indices of each row's classes, and the class names, from a column of 0 and 1 for each class."""
-    classes = tuple(columns if known is None else names_in_data(known, columns))
+    classes = tuple(columns if known is None else class_names_in_data(known, columns))
     if set(classes) != set(columns):
         raise PeftlabError(f"data.labels are {listed(columns, 50)}; the model's classes are {listed(classes, 50)}")
     labelled = {split: table for split, table in tables.items() if columns[0] in table.columns}

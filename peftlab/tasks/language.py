@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from peftlab.errors import PeftlabError
-from peftlab.files import member
+from peftlab.files import typed_value
 from peftlab.models.chunked_sum import chunked_sum
 from peftlab.models.load import eval_mode
 from peftlab.registry import resolve
@@ -136,13 +136,13 @@ def prepare(task: Task, data: DataConfig, source: ModelSource, options: TaskOpti
     splits: dict[str, list[Source]]
     task, splits, left_out = load_rows(task, data)
     held, tokenizer, how = evaluation_splits(task, splits), source.tokenizer(), encoding(task, data, options.max_length)
-    encoded = counting_left_out(partial(encode_rows, tokenizer=tokenizer, how=how), left_out)
+    encoded = count_left_out(partial(encode_rows, tokenizer=tokenizer, how=how), left_out)
     held_out: dict[str, Dataset] = {name: encoded(rows) for name, rows in held.items()}
     model, fresh = source.model("AutoModelForCausalLM", options.max_length)
     train = encoded(splits["train"]) if options.train and "train" in splits else Dataset.from_dict({})
     pad = padding_or_end(tokenizer) or 0
     padded = partial(collate, pad=pad)
-    asked = held.get("test", held.get("validation", []))  # no checkpoint is chosen by its answers
+    prompted_examples = held.get("test", held.get("validation", []))  # no checkpoint is chosen by its answers
     return TaskProblem(
         task=task,
         tokenizer=tokenizer,
@@ -163,7 +163,7 @@ def prepare(task: Task, data: DataConfig, source: ModelSource, options: TaskOpti
         pipeline="text-generation",
         sharing=RowSharing(partial(pack, pad=pad), packing_fault),
         sample=partial(sample, tokenizer, next(iter(held.values()))[0]),
-        contexts=partial(make_contexts, asked, tokenizer, how, data.split_seed) if task.prompted else None,
+        contexts=partial(make_contexts, prompted_examples, tokenizer, how, data.split_seed) if task.prompted else None,
     )
 
 
@@ -198,7 +198,7 @@ def evaluation_splits(task: Task, splits: Mapping[str, list[RowT]]) -> dict[str,
     return held
 
 
-def counting_left_out(
+def count_left_out(
     encode: Callable[[Sequence[RowT]], tuple[Dataset, dict[str, int]]], left_out: dict[str, int]
 ) -> Callable[[Sequence[RowT]], Dataset]:
     """Return ``encode`` as a function that adds the rows that it leaves out to ``left_out``.
@@ -540,7 +540,7 @@ def pack(rows: Sequence[Row], row_tokens: int, *, pad: int) -> dict[str, Tensor]
         row_tokens: tokens of a row at most, unless one example is longer.
         pad: the id that fills rows.
     """
-    shared = packed_rows([len(member(row, "input_ids", list, "an example")) for row in rows], row_tokens)
+    shared = packed_rows([len(typed_value(row, "input_ids", list, "an example")) for row in rows], row_tokens)
     ids = [[torch.tensor(rows[i]["input_ids"]) for i in row] for row in shared]
     marks = [[torch.tensor(rows[i]["trained"]) & (torch.arange(len(t)) > 0) for i, t in zip(row, texts, strict=True)]
              for row, texts in zip(shared, ids, strict=True)]  # fmt: skip
@@ -570,7 +570,7 @@ def packing_fault(model: PreTrainedModel, examples: Sequence[Row]) -> str | None
     name = type(model).__name__
     tried: list[Row] = []
     for i, length in enumerate(_TRIED):
-        ids = member(examples[i % len(examples)], "input_ids", list, "an example")[:length]
+        ids = typed_value(examples[i % len(examples)], "input_ids", list, "an example")[:length]
         tried.append({"input_ids": ids, "trained": [True] * len(ids)})
     inputs = {key: value.to(model.device) for key, value in pack(tried, sum(_TRIED), pad=0).items() if key != "trained"}
     with eval_mode(model):

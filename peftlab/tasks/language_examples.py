@@ -217,7 +217,7 @@ def encode_rows(
     dropped = 0
     for row in rows:
         for tokens in encode(row, tokenizer, how):
-            fitted = fit(tokens, row.where, how)
+            fitted = fit_length(tokens, row.where, how)
             dropped += not fitted
             kept += fitted
     if not kept:
@@ -382,7 +382,7 @@ def bos_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return ids[:1] if ids and ids[0] == tokenizer.bos_token_id else []
 
 
-def fit(tokens: Tokens, where: str, how: Encoding) -> list[Tokens]:
+def fit_length(tokens: Tokens, where: str, how: Encoding) -> list[Tokens]:
     """Return an example as it is trained: whole, cut into parts, or not at all where it is too long.
 
     Args:

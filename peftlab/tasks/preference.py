@@ -31,8 +31,8 @@ from peftlab.tasks.conversations import (
     read_turns,
 )
 from peftlab.tasks.data import Table, is_missing, quoted
-from peftlab.tasks.language import counting_left_out, evaluation_splits, load_rows, read_splits, sample, token_nll
-from peftlab.tasks.language_examples import TOO_LONG, Encoding, Source, Tokens, collate, encode, fingerprint, fit
+from peftlab.tasks.language import count_left_out, evaluation_splits, load_rows, read_splits, sample, token_nll
+from peftlab.tasks.language_examples import TOO_LONG, Encoding, Source, Tokens, collate, encode, fingerprint, fit_length
 from peftlab.tasks.problem import ModelSource, TaskOptions, TaskProblem, mean_loss, score_batches
 from peftlab.tasks.table import DataConfig, Task
 
@@ -65,7 +65,7 @@ def prepare(task: Task, data: DataConfig, source: ModelSource, options: TaskOpti
     splits: dict[str, list[Preference]]
     task, splits, left_out = load_rows(task, data)
     held, tokenizer, how = evaluation_splits(task, splits), source.tokenizer(), encoding(task, data, options.max_length)
-    encoded = counting_left_out(partial(encode_preferences, tokenizer=tokenizer, how=how), left_out)
+    encoded = count_left_out(partial(encode_preferences, tokenizer=tokenizer, how=how), left_out)
     held_out: dict[str, Dataset] = {name: encoded(rows) for name, rows in held.items()}
     model, fresh = source.model("AutoModelForCausalLM", options.max_length)
     pad = padding_or_end(tokenizer) or 0
@@ -180,9 +180,9 @@ def _messages(prompt: object, answer: object, side: str, where: str) -> list[Mes
         if is_missing(prompt) or prompt == []:
             raise PeftlabError(f"{where}: no prompt, and {side} does not contain it")
         return question_and_answer(prompt, given, where)
-    asked = read_turns(prompt, where) if isinstance(prompt, list) and prompt else []
+    prompt_turns = read_turns(prompt, where) if isinstance(prompt, list) and prompt else []
     elsewhere = isinstance(prompt, str) and prompt.strip() not in [turn["content"].strip() for turn in written[:-1]]
-    if elsewhere or written[: len(asked)] != asked:
+    if elsewhere or written[: len(prompt_turns)] != prompt_turns:
         raise PeftlabError(f"{where}: {side} contains a whole conversation, and prompt is not a part of it")
     return written
 
@@ -238,7 +238,7 @@ def encode_preferences(
 
     kept: list[list[Tokens]] = []
     for row in rows:
-        sides = [fit(tokens, row.where, how) for tokens in encode_preference(row, tokenizer, how)]
+        sides = [fit_length(tokens, row.where, how) for tokens in encode_preference(row, tokenizer, how)]
         if all(sides):
             kept.append([tokens for (tokens,) in sides])
     if not kept:

@@ -56,9 +56,9 @@ class ModelSource:
         Raises:
             PeftlabError: it cannot be loaded, or has positions for fewer than ``max_length`` tokens.
         """
-        told = storage(self.base, self.precision)
-        told |= {"revision": self.revision, "trust_remote_code": self.trust_remote_code}
-        model, fresh = self.load(self.reference, auto_class, **told, **(options or {}))
+        load_options = storage(self.base, self.precision)
+        load_options |= {"revision": self.revision, "trust_remote_code": self.trust_remote_code}
+        model, fresh = self.load(self.reference, auto_class, **load_options, **(options or {}))
         limit = position_limit(model)
         if limit is not None and max_length > limit:
             raise PeftlabError(f"train.max_length is {max_length}; {self.reference} has positions for {limit} tokens")

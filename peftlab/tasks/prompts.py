@@ -297,8 +297,8 @@ def _prompt(id_: str, category: str, name: str, value: object, where: str) -> Pr
     if name == "turns" and isinstance(value, list) and value:
         value = value[0]
     if isinstance(value, str) and is_unicode(value):
-        asked = name in _QUESTIONS or name == "turns"
-        return Prompt(id_, category, value, [_user_turn(value)] if asked else None, where=where)
+        is_question = name in _QUESTIONS or name == "turns"
+        return Prompt(id_, category, value, [_user_turn(value)] if is_question else None, where=where)
     if _is_ids(value):
         return Prompt(id_, category, ids=value, where=where)
     if isinstance(value, list) and value and all(map(_is_message, value)):

@@ -206,20 +206,20 @@ def zero_plugin(settings: TrainConfig) -> DeepSpeedPlugin | None:
     """
     if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() != "true":
         return None
-    asked = "accelerate's configuration asks for DeepSpeed"
+    reason = "accelerate's configuration asks for DeepSpeed"
     if not is_deepspeed_available() or compare_versions("deepspeed", "<", OLDEST):
-        raise PeftlabError(f"{asked}: install it, {OLDEST} or newer (`pip install 'peftlab[deepspeed]'`)")
+        raise PeftlabError(f"{reason}: install it, {OLDEST} or newer (`pip install 'peftlab[deepspeed]'`)")
     plugin = DeepSpeedPlugin()
     config = plugin.deepspeed_config
     if plugin.zero_stage == 3:
-        raise PeftlabError(f"{asked}'s ZeRO 3, which shards the parameters; for that use FSDP with fsdp_version: 2")
+        raise PeftlabError(f"{reason}'s ZeRO 3, which shards the parameters; for that use FSDP with fsdp_version: 2")
     if plugin.zero_stage not in (1, 2):
-        raise PeftlabError(f"{asked}'s ZeRO {plugin.zero_stage}; set zero_stage to 1 or 2")
+        raise PeftlabError(f"{reason}'s ZeRO {plugin.zero_stage}; set zero_stage to 1 or 2")
     if plugin.offload_optimizer_device not in (None, "none"):
-        raise PeftlabError(f"{asked} with offload_optimizer_device, which replaces the optimiser; set it to none")
+        raise PeftlabError(f"{reason} with offload_optimizer_device, which replaces the optimiser; set it to none")
     for key in ("optimizer", "scheduler"):
         if key in config:
-            raise PeftlabError(f"{asked} with its own {key}; remove it: the recipe decides")
+            raise PeftlabError(f"{reason} with its own {key}; remove it: the recipe decides")
     if settings.precision == "fp16":
         raise PeftlabError("train.precision=fp16 is not supported with DeepSpeed; use bf16 or fp32")
     if settings.compile:

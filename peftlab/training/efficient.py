@@ -63,7 +63,7 @@ class LayerSampling:
         order = seeded_order(len(self.layers), self._seed, step // self._every, _LAYER_DRAWS)
         return sorted(sorted(self.layers)[i] for i in order[: self._active])
 
-    def resting(self, step: int) -> dict[str, nn.Parameter]:
+    def resting_parameters(self, step: int) -> dict[str, nn.Parameter]:
         """Return the parameters that do not train in ``step``, by name."""
         drawn = self.drawn(step)
         return {name: p for number, those in self.layers.items() if number not in drawn for name, p in those.items()}

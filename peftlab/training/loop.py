@@ -189,7 +189,7 @@ class Trainer:
         """
         progress = self.progress
         while progress.step < order.total:
-            if selection is not None and selection.begins(progress.step, progress.chosen):
+            if selection is not None and selection.is_round_start(progress.step, progress.chosen):
                 progress.chosen.append(selection.choose(progress.chosen, self._confidence))
             batches = order.batches(progress.step)
             if selection is not None:
@@ -223,7 +223,7 @@ class Trainer:
         denominator = self.problem.denominator(batch.indices)
         loss_sum = torch.zeros((), device=accelerator.device)
         norm = torch.zeros(())
-        resting = self.sampling.resting(progress.step) if self.sampling is not None else {}
+        resting = self.sampling.resting_parameters(progress.step) if self.sampling is not None else {}
         for parameter in resting.values():
             # A layer starts its next period with fresh averages: the optimiser has state for the active layers alone.
             self.optimiser.state.pop(parameter, None)

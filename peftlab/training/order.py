@@ -182,7 +182,7 @@ class Selection:
                     f"train.sample.rounds: {rounds} rounds need more than {counts[-1]} {what}; set fewer rounds"
                 )
 
-    def begins(self, step: int, chosen: Chosen) -> bool:
+    def is_round_start(self, step: int, chosen: Chosen) -> bool:
         """Return whether the examples of the round of ``step`` (from 0) are still to be chosen.
 
         Args:

@@ -29,7 +29,7 @@ from peftlab.decoding.sampling import Sampling
 from peftlab.drafting.base import SUFFIX_AND_DRAFT, load_pair, make_drafter
 from peftlab.drafting.target import eos_ids
 from peftlab.models.load import load_base, load_tokenizer
-from peftlab.pipelines.benchmark import watched
+from peftlab.pipelines.benchmark import attach_stopwatches
 from peftlab.reporting.drafts import finite
 from peftlab.tasks.prompts import encode, read_prompts, spread
 from tests.packages import SMOLLM2
@@ -98,7 +98,7 @@ def contest(target: str, dtype: torch.dtype) -> None:
     steps(model)
     pair = load_pair(target, reference, dtype=dtype, draft_dtype=dtype)
     print(f"\npeftlab's step: {pair.target.kind}")
-    watches = watched(pair)
+    watches = attach_stopwatches(pair)
     drafters: dict[str, Callable[[], Drafter]] = {"lookup": PromptLookup, "recycling": TokenRecycling}
     lookup = partial(library, model, prompt_lookup_num_tokens=GAMMA)
     others = {GENERATE: partial(library, model), "transformers, prompt lookup": lookup}

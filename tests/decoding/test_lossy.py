@@ -10,7 +10,7 @@ import torch
 
 from peftlab.decoding.decode import Fixed, StoppingCriteria, decode
 from peftlab.decoding.engines import build_engine
-from peftlab.decoding.measurements import DistanceMeter, differing_share, emitted_law
+from peftlab.decoding.measurements import DistanceMeter, differing_share, emitted_distribution
 from peftlab.decoding.model_drafter import ModelDrafter
 from peftlab.decoding.model_free import TokenRecycling
 from peftlab.decoding.sampling import (
@@ -64,7 +64,7 @@ def test_the_law_of_the_emitted_token_is_that_of_the_code(enumerate_law, model, 
         for drawn, copied in ((True, False), (False, True), (True, True)):
             law = enumerate_law(partial(step, drawn=drawn, copied=copied))
             rows = [q] * drawn + [one_hot(copy, p)] * copied
-            expected = emitted_law(p, allowed, rows)
+            expected = emitted_distribution(p, allowed, rows)
             assert [law.get(x, 0.0) for x in range(4)] == pytest.approx(expected.tolist(), abs=1e-12)
             assert float(expected.sum()) == pytest.approx(1)
 

@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from peftlab.decoding.decode import Drafter, DrafterWrapper, Fixed, StoppingCriteria, decode
 from peftlab.decoding.engines import build_engine
 from peftlab.decoding.measurements import Clock, timed_drafter
-from peftlab.decoding.model_drafter import room
+from peftlab.decoding.model_drafter import context_room
 from peftlab.decoding.model_free import with_copies
 from peftlab.decoding.parallel_drafters import PearlDrafter
 from peftlab.decoding.sampling import LossyRule
@@ -100,6 +100,12 @@ def test_a_drafter_says_whether_its_chains_have_logits(target, model, name):
 
 def test_only_a_context_limits_what_is_drafted():
     with_limit, without = (build_engine(make(name)) for name in ("Llama", "Mamba"))
-    assert without.limit is None and [room(without, row([5]), budget) for budget in (1, 4)] == [1, 4]
+    assert without.limit is None and [context_room(without, row([5]), budget) for budget in (1, 4)] == [1, 4]
     last = with_limit.limit
-    assert [room(with_limit, row([5] * n), 4) for n in (1, last - 2, last, last + 1, last + 2)] == [4, 3, 1, 0, 0]
+    assert [context_room(with_limit, row([5] * n), 4) for n in (1, last - 2, last, last + 1, last + 2)] == [
+        4,
+        3,
+        1,
+        0,
+        0,
+    ]

@@ -45,7 +45,7 @@ from peftlab.drafting.pard import check_parallel
 from peftlab.drafting.text import Collate, make_dataset
 from peftlab.errors import PeftlabError
 from peftlab.methods.inject import disabled, make_config
-from peftlab.methods.lora.layers import Gate, LoraConv1D, LoraLinear, hide_factors
+from peftlab.methods.lora.layers import Gate, LoraConv1D, LoraLinear, unregister_factors
 from tests.gated_models import gated_model
 
 MASKS = Masks(37, 4)
@@ -254,7 +254,7 @@ def test_training_raises_the_acceptance_of_every_mask_and_leaves_the_target() ->
     ids = inputs["input_ids"]
     assert torch.equal(model(input_ids=ids).logits, target(input_ids=ids).logits)
     count = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    assert hide_factors(model) == count
+    assert unregister_factors(model) == count
     assert model.state_dict().keys() == target.state_dict().keys()
     with disabled(model):
         assert torch.equal(model(input_ids=ids).logits, target(input_ids=ids).logits)

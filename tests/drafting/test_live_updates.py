@@ -20,7 +20,7 @@ from peftlab.drafting.config import ModelDraft
 from peftlab.errors import PeftlabError
 from peftlab.pipelines import update
 from peftlab.pipelines.recipes import run_recipe
-from peftlab.pipelines.update import continued, draft_run, update_draft, update_live, updates
+from peftlab.pipelines.update import continued_section, draft_run, update_draft, update_live, updates
 from peftlab.recipe.load import load_recipe
 
 SMALL = [
@@ -111,7 +111,7 @@ def test_the_next_update_continues_from_the_stream(served: tuple[Path, dict[str,
     assert replay == [{key: row[key] for key in ("prompt_ids", "response_ids")} for row in answers]
     done, stopped = updates(place)
     assert [*map(str, done)] == [found["draft"]] and stopped is None
-    draft = continued(draft_run(place), done[-1], "log.jsonl")
+    draft = continued_section(draft_run(place), done[-1], "log.jsonl")
     assert isinstance(draft, ModelDraft) and draft.from_ == f"{found['draft']}/merged"
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from peftlab.errors import PeftlabError
-from peftlab.files import LOCK, locked, read_json, remove_lost
+from peftlab.files import LOCK, locked, read_json, remove_lost_lock
 from peftlab.pipelines.recipes import run_recipe
 from peftlab.pipelines.table import CellsFailed, Stopped
 from peftlab.recipe.schema import TableRecipe
@@ -139,7 +139,7 @@ def test_a_cluster_by_the_address_of_its_client_server(values: dict[str, Any], c
 def test_a_lock_that_a_lost_host_holds(tmp_path: Path) -> None:
     with locked(tmp_path / LOCK, tmp_path):
         assert (tmp_path / LOCK).read_text() == f"{socket.gethostname()} {os.getpid()}\n"
-        remove_lost(tmp_path, [socket.gethostname()])
+        remove_lost_lock(tmp_path, [socket.gethostname()])
         with (
             pytest.raises(
                 PeftlabError, match=rf"another process is writing it \({socket.gethostname()}, process \d+\)"
@@ -147,7 +147,7 @@ def test_a_lock_that_a_lost_host_holds(tmp_path: Path) -> None:
             locked(tmp_path / LOCK, tmp_path),
         ):
             pass
-        remove_lost(tmp_path, ["another"])
+        remove_lost_lock(tmp_path, ["another"])
         with locked(tmp_path / LOCK, tmp_path):
             pass
 

@@ -60,7 +60,7 @@ def test_every_draw_is_a_pure_function_and_every_pair_of_layers_occurs():
 
 def test_what_belongs_to_no_layer_never_rests():
     sampling = LayerSampling(stack(), 1, 1, seed=0)
-    rested = set().union(*(sampling.resting(step) for step in range(50)))
+    rested = set().union(*(sampling.resting_parameters(step) for step in range(50)))
     assert rested == {f"layer.{i}.{name}" for i in range(4) for name in ("weight", "bias")}
 
 
@@ -242,7 +242,7 @@ def chosen_run(rounds, score, keep=0.5, total=100):
     selection = Selection(LENGTHS, options("least_confidence", keep, rounds=rounds), 0, total)
     chosen, batches = [], []
     while len(batches) < total:
-        if selection.begins(len(batches), chosen):
+        if selection.is_round_start(len(batches), chosen):
             chosen.append(selection.choose(chosen, lambda left: [score(i) for i in left]))
         batches += selection.batches(len(batches), chosen)
     return selection, chosen, batches

@@ -190,7 +190,7 @@ class LoraLinear(LowRank, nn.Linear):
         if self.lora_magnitude_vector is not None:
             gain = (self.lora_magnitude_vector / self.norms()).to(x.dtype)
             return _dora(x, weight, self.bias, a, b, self.scale, p, gain)
-        if not quantised and (is_traceable_wrapper_subclass(self.weight.data) or own_forward(self.base_class)):
+        if not quantised and (is_traceable_wrapper_subclass(self.weight.data) or has_own_forward(self.base_class)):
             # Quantised by torchao, or a subclass: the base leaf computes as it is made to; only the addition is ours.
             low = F.linear(F.linear(dropout(x, p), a.to(x.dtype)), b.to(x.dtype))
             low = low if self.lora_bias is None else low + self.lora_bias.to(x.dtype)
@@ -220,7 +220,7 @@ class LoraEmbedding(LowRank, nn.Embedding):
         if not self.enabled:
             return base
         a, b = self.factors()
-        if own_forward(self.base_class):  # which scales what it looks up, or computes where to look
+        if has_own_forward(self.base_class):  # which scales what it looks up, or computes where to look
             rows = self.base_class.forward(with_weight(self, a.t()), input, *args, **kwargs)
         else:
             rows = F.embedding(input, a.t())
@@ -339,7 +339,7 @@ def leaves() -> dict[type[nn.Module], type[LowRank]]:
     return {**_TORCHS, **dict.fromkeys(conv1d(), LoraConv1D)}
 
 
-def own_forward(kind: type[nn.Module]) -> bool:
+def has_own_forward(kind: type[nn.Module]) -> bool:
     """Whether a subclass of a class in ``leaves()`` has another forward than that."""
     return not any(kind.forward is base.forward for base in leaves())
 
@@ -540,7 +540,7 @@ class OwnCopy(AnyLeaf):
         return {name: getattr(self, f"own_{name}").detach().clone() for name in self.shared}
 
 
-def with_own_copy(leaf: nn.Module, shared: list[str]) -> nn.Module:
+def with_unshared_parameters(leaf: nn.Module, shared: list[str]) -> nn.Module:
     """Return ``leaf`` with a copy of its own of the parameters named ``shared``.
 
     Args:
@@ -701,7 +701,7 @@ def set_gate(model: nn.Module, gate: Gate) -> None:
         leaf.lora_gate = gate
 
 
-def hide_factors(model: nn.Module) -> int:
+def unregister_factors(model: nn.Module) -> int:
     """Take the factors of LoRA leaves out of the parameters of a model that only computes from here on.
 
     Its parameters and its state dict are then the base's.

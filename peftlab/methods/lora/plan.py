@@ -31,9 +31,9 @@ from peftlab.methods.lora.layers import (
     LowRank,
     TokenRows,
     adapt_experts,
+    has_own_forward,
     leaves,
-    own_forward,
-    with_own_copy,
+    with_unshared_parameters,
 )
 from peftlab.models.architectures import FUSED, QUERY_VALUE, conv1d, embeddings_of, inside, model_type
 from peftlab.models.quantised import is_quantised, weight_shape
@@ -66,7 +66,7 @@ def plan(model: nn.Module, config: LoraConfig) -> Plan:
         _note_other_weights(model)
     parts = _targets(model, config, body)
     experts = _expert_targets(model, config)
-    copied = {} if config.ensure_weight_tying else shared_outside(model, whole)
+    copied = {} if config.ensure_weight_tying else leaves_shared_elsewhere(model, whole)
     adapted = [*parts, *(f"{module}.{name}" for module, names in experts.items() for name in names)]
     for pattern in (*config.rank_pattern, *config.alpha_pattern):
         match(adapted, rf"(.*\.)?({pattern})", what="rank_pattern/alpha_pattern")
@@ -85,7 +85,7 @@ def plan(model: nn.Module, config: LoraConfig) -> Plan:
         replace[module] = partial(
             adapt_experts, ranks=ranks, scales=scales, init=partial(_fill_a, config=config, rank=config.r)
         )
-    replace |= {name: partial(with_own_copy, shared=shared) for name, shared in copied.items()}
+    replace |= {name: partial(with_unshared_parameters, shared=shared) for name, shared in copied.items()}
     tokens = token_targets(model, config) if config.trainable_token_indices else {}
     twice = next((name for name in tokens if name in replace or inside(name, whole)), None)
     if twice:
@@ -365,7 +365,7 @@ def _tied_by_configuration(model: nn.Module, weight: str) -> set[str]:
     return {origin, *(twin for twin, other in pairs.items() if other == origin)}
 
 
-def shared_outside(model: nn.Module, modules: Iterable[str]) -> dict[str, list[str]]:
+def leaves_shared_elsewhere(model: nn.Module, modules: Iterable[str]) -> dict[str, list[str]]:
     """Return the leaves below ``modules`` that hold parameters of modules elsewhere, with the names of those.
 
     Args:
@@ -419,7 +419,7 @@ def matching_only(model: nn.Module, config: LoraConfig) -> tuple[LoraConfig, dic
     whole = fully_trained(model, config.modules_to_save, head=config.train_head)
     body = [name for name in adaptable(model) if not inside(name, whole)]
     if config.target_modules != ALL_LINEAR:  # what names another kind of module stays, and is refused with its reason
-        without_effect = [*whole, *never_called(model)]
+        without_effect = [*whole, *uncalled_modules(model)]
         others = [name for name, _ in model.named_modules() if name and not inside(name, without_effect)]
         config = without("target_modules", [*others, *fused_parts(model, body)])
     if config.exclude_modules:
@@ -429,7 +429,7 @@ def matching_only(model: nn.Module, config: LoraConfig) -> tuple[LoraConfig, dic
 
 def adaptable(model: nn.Module) -> dict[str, nn.Module]:
     """Return the leaves that LoRA can act on, by name."""
-    passed_over = [*never_called(model), *_skipped_without_gradient(model)]
+    passed_over = [*uncalled_modules(model), *_fast_path_attention(model)]
     return {
         name: module
         for name, module in model.named_modules()
@@ -437,12 +437,12 @@ def adaptable(model: nn.Module) -> dict[str, nn.Module]:
     }
 
 
-def never_called(model: nn.Module) -> list[str]:
+def uncalled_modules(model: nn.Module) -> list[str]:
     """Return the output projections of ``MultiheadAttention``: it uses their weights and never calls them."""
     return [f"{name}.out_proj".lstrip(".") for name, m in model.named_modules() if isinstance(m, nn.MultiheadAttention)]
 
 
-def _skipped_without_gradient(model: nn.Module) -> list[str]:
+def _fast_path_attention(model: nn.Module) -> list[str]:
     """Return attention that torch passes over where there is no gradient: it uses the weights of the whole layer."""
     layers = [name for name, module in model.named_modules() if isinstance(module, nn.TransformerEncoderLayer)]
     return [f"{name}.self_attn".lstrip(".") for name in layers]
@@ -450,9 +450,9 @@ def _skipped_without_gradient(model: nn.Module) -> list[str]:
 
 def why_not_adaptable(model: nn.Module, name: str) -> str:
     """Return why LoRA does not act on the module ``name``."""
-    if inside(name, never_called(model)):
+    if inside(name, uncalled_modules(model)):
         return "attention uses its weights and never calls it; name the MultiheadAttention"
-    if inside(name, _skipped_without_gradient(model)):
+    if inside(name, _fast_path_attention(model)):
         return "without gradients torch's TransformerEncoderLayer uses its weights and does not call it"
     acts_on = f"LoRA acts on {', '.join(kind.__name__ for kind in leaves())} outside the task head"
     return why_unsupported(model.get_submodule(name)) or acts_on
@@ -470,7 +470,7 @@ def why_unsupported(module: nn.Module) -> str:
     """Return why LoRA cannot act on an instance of a subclass of a class in ``leaves()``; "" for any other module."""
     if isinstance(module, nn.MultiheadAttention) and module.in_proj_weight is None:
         return "its queries, keys and values have different widths"
-    own, weight = own_forward(type(module)), module._parameters.get("weight")
+    own, weight = has_own_forward(type(module)), module._parameters.get("weight")
     if type(module) in (known := leaves()) or not isinstance(module, tuple(known)):
         return ""
     if weight is None:
