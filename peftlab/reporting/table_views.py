@@ -176,9 +176,9 @@ def _details(table: Table, task: str) -> Grid:
         grid.add_column(title, justify="right", no_wrap=True)
     for row in table.rows:
         entry = table.entries.get((task, row))
-        published_row = [by_row[row].text(task) if row in by_row else "-"] if by_row else []
+        published_cells = [by_row[row].text(task) if row in by_row else "-"] if by_row else []
         if entry is None:
-            grid.add_row(_row_name(row), f"0/{table.seeds}", *["-"] * 6, *published_row)
+            grid.add_row(_row_name(row), f"0/{table.seeds}", *["-"] * 6, *published_cells)
             continue
         grid.add_row(
             _row_name(row),
@@ -189,7 +189,7 @@ def _details(table: Table, task: str) -> Grid:
             short_count(entry.trainable),
             f"{entry.seconds:,.0f}",
             f"{entry.gpu if entry.gpu is not None else entry.memory:,.0f}",
-            *published_row,
+            *published_cells,
         )
     if ranking is not None:
         grid.caption, grid.caption_justify = Text(f"{ranking.sentence()}\n", style="none"), "left"
