@@ -12,10 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
+import peft
 import pytest
+import torch
+import transformers
 
 from peftlab.environment import describe_cpu
-from tests.engines.models import write_target
+from tests.engines.models import ADAPTERS, write_target
 
 ROOT = Path(__file__).parents[2]
 PYTHON = Path(os.environ.get("PEFTLAB_ENGINES", ROOT / ".venv-engines" / "bin" / "python"))
@@ -143,3 +146,32 @@ def target(tmp_path_factory: pytest.TempPathFactory, shared: Path, stories: Path
     """A Llama of 1.1 million weights that has read Shakespeare."""
     text = shared / "data" / "lm" / "tinyshakespeare.txt"
     return write_target(tmp_path_factory.mktemp("target"), stories, text)
+
+
+@pytest.fixture(scope="session")
+def adapters(target: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Adapters written by peft, each with factors that change what the model writes."""
+    root, found = tmp_path_factory.mktemp("adapters"), {}
+    for number, (name, options) in enumerate(ADAPTERS.items()):
+        torch.manual_seed(number)
+        base = transformers.AutoModelForCausalLM.from_pretrained(target)
+        config = peft.LoraConfig(**{"task_type": "CAUSAL_LM", "r": 4, "lora_alpha": 8, **options})
+        model = peft.get_peft_model(base, config)
+        with torch.no_grad():
+            for key, parameter in model.named_parameters():
+                if parameter.requires_grad and "magnitude" not in key:
+                    parameter.add_(0.08 * torch.randn_like(parameter))
+        found[name] = root / name.replace(" ", "-")
+        model.save_pretrained(found[name])
+    return found
+
+
+@pytest.fixture(scope="session")
+def adapted(target: Path, adapters: dict[str, Path]) -> Callable[[str], transformers.PreTrainedModel]:
+    """Returns the model that peft makes of an adapter."""
+
+    def load(name: str) -> transformers.PreTrainedModel:
+        base = transformers.AutoModelForCausalLM.from_pretrained(target)
+        return peft.PeftModel.from_pretrained(base, adapters[name]).eval()
+
+    return load

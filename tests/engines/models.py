@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -17,6 +18,31 @@ PROMPTS = (
     "But if",
 )
 NEW_TOKENS = 24
+ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "all linear maps": {"target_modules": ALL},
+    "query and value": {"target_modules": ["q_proj", "v_proj"]},
+    "one projection": {"target_modules": ["k_proj"]},
+    "mlp": {"target_modules": ["gate_proj", "up_proj", "down_proj"]},
+    "gate alone": {"target_modules": ["gate_proj"]},
+    "rank 1": {"target_modules": ALL, "r": 1},
+    "rank 3": {"target_modules": ALL, "r": 3},
+    "rank 20": {"target_modules": ["q_proj", "v_proj"], "r": 20},
+    "rslora": {"target_modules": ALL, "use_rslora": True},
+    "rank pattern": {"target_modules": ALL, "rank_pattern": {"q_proj": 8, "down_proj": 2}},
+    "alpha pattern": {"target_modules": ALL, "alpha_pattern": {"v_proj": 32, "up_proj": 1}},
+    "some layers": {"target_modules": ALL, "layers_to_transform": [0, 3]},
+    "output layer": {"target_modules": ["q_proj", "lm_head"]},
+    "embedding": {"target_modules": ["v_proj", "embed_tokens"]},
+    "dora": {"target_modules": ALL, "use_dora": True},
+    "bias": {"target_modules": ALL, "bias": "lora_only"},
+    "lora_bias": {"target_modules": ALL, "lora_bias": True},
+    "saved module": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+    "token rows": {"target_modules": ["q_proj"], "trainable_token_indices": [5, 7]},
+    "pissa": {"target_modules": ["q_proj", "v_proj"], "init_lora_weights": "pissa"},
+    "replaced layer": {"target_modules": ["q_proj"], "exclude_modules": ["model.layers.1.self_attn.q_proj"]},
+}
 
 
 def write_target(directory: Path, tokenizer_of: Path, text: Path) -> Path:

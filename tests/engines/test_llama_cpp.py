@@ -13,9 +13,12 @@ import transformers
 
 import peftlab
 from peftlab.checkpoints.gguf import TYPES
+from peftlab.checkpoints.gguf import write_model as write_gguf_model
 from peftlab.checkpoints.merge import merge_checkpoint
 from peftlab.checkpoints.merge_plan import MergeOptions
+from peftlab.errors import PeftlabError
 from peftlab.references import locate
+from tests.engines.models import ADAPTERS, NEW_TOKENS, assert_greedy, prompts
 from tests.gguf_models import MODELS, TEXTS, write_adapter, write_model
 
 pytestmark = pytest.mark.engines
@@ -165,3 +168,29 @@ def test_a_gguf_base(smollm2: str, serve: Callable, tmp_path: Path) -> None:
         assert engine.generate(prompt, 4)
     with serve(merge(tmp_path, "keep", "keep.gguf")) as engine:
         assert engine.generate(prompt, 4)
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_adapters_of_peft(
+    name: str,
+    target: Path,
+    adapters: dict[str, Path],
+    adapted: Callable[[str], transformers.PreTrainedModel],
+    serve: Callable,
+    tmp_path: Path,
+    record_property: Callable[[str, object], None],
+) -> None:
+    """What ``adapter convert`` writes gives peft's tokens, with the base beside it; what it cannot write is refused."""
+    try:
+        peftlab.convert_adapter(adapters[name], tmp_path / "adapter.gguf", "llama.cpp", base=str(target))
+    except PeftlabError as error:
+        assert not (tmp_path / "adapter.gguf").exists()
+        record_property("shows", ["llama.cpp", f"adapter: {name}", f"refused: {str(error).partition(';')[0]}"])
+        return
+    model = transformers.AutoModelForCausalLM.from_pretrained(target)
+    write_gguf_model(model, target, tmp_path / "base.gguf")
+    expected = adapted(name)
+    with serve(tmp_path / "base.gguf", tmp_path / "adapter.gguf") as engine:
+        for ids in prompts(target):
+            assert_greedy(expected, ids, [token for token in engine.generate(ids, NEW_TOKENS) if token != 2])
+    record_property("shows", ["llama.cpp", f"adapter: {name}", "peft's tokens"])

@@ -6,71 +6,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
-import torch
 import transformers
 
 from peftlab.checkpoints.engines import check_adapter, convert_adapter
 from peftlab.checkpoints.merge import merge_checkpoint
-from tests.engines.models import NEW_TOKENS, PROMPTS, assert_greedy, follows, prompts
+from tests.engines.models import ADAPTERS, NEW_TOKENS, PROMPTS, assert_greedy, follows, prompts
 
 pytestmark = pytest.mark.engines
 Vllm = Callable[[dict[str, Any]], list[Any]]
-ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-
-ADAPTERS: dict[str, dict[str, Any]] = {
-    "all linear maps": {"target_modules": ALL},
-    "query and value": {"target_modules": ["q_proj", "v_proj"]},
-    "one projection": {"target_modules": ["k_proj"]},
-    "mlp": {"target_modules": ["gate_proj", "up_proj", "down_proj"]},
-    "gate alone": {"target_modules": ["gate_proj"]},
-    "rank 1": {"target_modules": ALL, "r": 1},
-    "rank 3": {"target_modules": ALL, "r": 3},
-    "rank 20": {"target_modules": ["q_proj", "v_proj"], "r": 20},
-    "rslora": {"target_modules": ALL, "use_rslora": True},
-    "rank pattern": {"target_modules": ALL, "rank_pattern": {"q_proj": 8, "down_proj": 2}},
-    "alpha pattern": {"target_modules": ALL, "alpha_pattern": {"v_proj": 32, "up_proj": 1}},
-    "some layers": {"target_modules": ALL, "layers_to_transform": [0, 3]},
-    "output layer": {"target_modules": ["q_proj", "lm_head"]},
-    "embedding": {"target_modules": ["v_proj", "embed_tokens"]},
-    "dora": {"target_modules": ALL, "use_dora": True},
-    "bias": {"target_modules": ALL, "bias": "lora_only"},
-    "lora_bias": {"target_modules": ALL, "lora_bias": True},
-    "saved module": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
-    "token rows": {"target_modules": ["q_proj"], "trainable_token_indices": [5, 7]},
-    "pissa": {"target_modules": ["q_proj", "v_proj"], "init_lora_weights": "pissa"},
-    "replaced layer": {"target_modules": ["q_proj"], "exclude_modules": ["model.layers.1.self_attn.q_proj"]},
-}
-
-
-@pytest.fixture(scope="session")
-def adapters(target: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Adapters written by peft, each with factors that change what the model writes."""
-    root, found = tmp_path_factory.mktemp("adapters"), {}
-    for number, (name, options) in enumerate(ADAPTERS.items()):
-        torch.manual_seed(number)
-        base = transformers.AutoModelForCausalLM.from_pretrained(target)
-        config = peft.LoraConfig(**{"task_type": "CAUSAL_LM", "r": 4, "lora_alpha": 8, **options})
-        model = peft.get_peft_model(base, config)
-        with torch.no_grad():
-            for key, parameter in model.named_parameters():
-                if parameter.requires_grad and "magnitude" not in key:
-                    parameter.add_(0.08 * torch.randn_like(parameter))
-        found[name] = root / name.replace(" ", "-")
-        model.save_pretrained(found[name])
-    return found
-
-
-@pytest.fixture(scope="session")
-def adapted(target: Path, adapters: dict[str, Path]) -> Callable[[str], transformers.PreTrainedModel]:
-    """Returns the model that peft makes of an adapter."""
-
-    def load(name: str) -> transformers.PreTrainedModel:
-        base = transformers.AutoModelForCausalLM.from_pretrained(target)
-        return peft.PeftModel.from_pretrained(base, adapters[name]).eval()
-
-    return load
 
 
 @pytest.fixture(scope="session")
