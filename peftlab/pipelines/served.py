@@ -276,7 +276,7 @@ def measure_in_engine(
                     done = servers[which].complete(question.ids, max_new_tokens)
                     seconds[which][i].append(done.seconds)
                     last[which].append(done)
-        version = drafted.version() if engine != LLAMA_CPP else f"of xllamacpp {_package_version('xllamacpp')}"
+        version = drafted.version() if engine != LLAMA_CPP else f"xllamacpp {_package_version('xllamacpp')}"
     mine = Timings([len(done.tokens) for done in last[0]], seconds[0])
     other = mine if baseline is None else Timings([len(done.tokens) for done in last[1]], seconds[1])
     intervals, speedup = rate_intervals(mine, other), mine.rate() / other.rate()

@@ -220,7 +220,7 @@ def engine_facts(engine: EngineResult, own: DrafterResult) -> list[str]:
     Args:
         engine: there. own: in peftlab.
     """
-    name = f"{engine.name} {engine.version}"
+    name = f"{engine.name} ({engine.version})"
     here = own.statistics.accepted / own.statistics.drafted if own.statistics.drafted else None
     facts = [
         f"{name}: {engine.accepted} of {engine.drafted} drafted tokens accepted, {finite(engine.accepted_share)}"
