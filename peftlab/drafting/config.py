@@ -652,6 +652,22 @@ class Eagle3Draft(StateConfig):
         description="Layers of the target, from 0 and rising, whose entering states are read, L for the state that the "
         "LM head reads; null: 2, L/2 and L - 3.",
     )
+    norm_before_residual: bool | None = Field(
+        default=None,
+        description="EAGLE 3.1: the residual of the layer is the normed state. For these four, null is false, or what "
+        "a layer that `from` names has.",
+    )
+    norm_before_fc: bool | None = Field(default=None, description="The target's states are normed together before fc.")
+    fc_norm: bool | None = Field(default=None, description="Each of the target's states is normed before fc.")
+    norm_output: bool | None = Field(
+        default=None, description="The next step reads the output after the final norm, as the LM head does."
+    )
+
+    @model_validator(mode="after")
+    def _one_norm_before_fc(self) -> Eagle3Draft:
+        if self.norm_before_fc and self.fc_norm:
+            raise ValueError("norm_before_fc and fc_norm exclude each other")
+        return self
 
     @field_validator("features")
     @classmethod

@@ -537,7 +537,14 @@ class Eagle3Kind(StateKind[Eagle3Draft]):
 
     def new(self, target: PreTrainedModel) -> Eagle3:
         """Return a layer with random weights and the target's final norm."""
-        network = Eagle3(shape_for(target.config, self._features), input_embedding(target), head_weight(target))
+        shape = replace(
+            shape_for(target.config, self._features),
+            norm_before_residual=bool(self.config.norm_before_residual),
+            norm_before_fc=bool(self.config.norm_before_fc),
+            fc_norm=bool(self.config.fc_norm),
+            norm_output=bool(self.config.norm_output),
+        )
+        network = Eagle3(shape, input_embedding(target), head_weight(target))
         structure = structure_of(target)
         if structure is not None and not structure.norm.centred:  # else the weights start at one
             network.norm.weight = nn.Parameter(structure.norm.weight.detach().clone())
@@ -550,6 +557,10 @@ class Eagle3Kind(StateKind[Eagle3Draft]):
             raise PeftlabError(
                 f"draft.features: {self.config.features}, but {self.config.from_} reads {[*network.features]}"
             )
+        for name in FLAGS:
+            if getattr(self.config, name) not in (None, getattr(network.shape, name)):
+                stored = str(getattr(network.shape, name)).lower()
+                raise PeftlabError(f"draft.{name}: {self.config.from_} was trained with {stored}; leave it out")
         network.shape = replace(network.shape, window=None)  # from here on it trains on all tokens
         return network
 

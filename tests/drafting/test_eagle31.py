@@ -21,6 +21,7 @@ from peftlab.drafting.export import export_draft
 from peftlab.drafting.state_network import unroll
 from peftlab.drafting.target import head_weight, input_embedding
 from peftlab.errors import PeftlabError
+from tests.command_line import invoke
 
 H, HEADS, KV, D, MLP, EPS, THETA = 16, 4, 2, 4, 24, 1e-5, 10000.0
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
@@ -186,3 +187,33 @@ def test_a_drafter_with_all_flags_decodes_and_is_exported(stories: Path, tmp_pat
     assert (written["norm_before_fc"], written["norm_output"]) == (True, True)
     assert "norm_before_residual" not in written
     assert exported.command.endswith("--speculative-draft-window-size 2048")
+
+
+def test_a_recipe_trains_with_the_flags(stories: Path, tmp_path: Path) -> None:
+    """They are written, decode losslessly, stay as they are where a run continues, and may not contradict the file."""
+    recipe = tmp_path / "draft.yaml"
+    recipe.write_text(
+        f"kind: draft\ntarget: {stories}\nmethod: null\ngamma: 2\ndraft: {{kind: eagle3, steps: 2}}\n"
+        f"data: {{prompts: {tmp_path}/prompts.txt, held_out: 2, max_new_tokens: 8}}\n"
+        "train: {max_steps: 2, batch_size: 4, max_length: 64, warmup: 0}\n"
+    )
+    (tmp_path / "prompts.txt").write_text(
+        "".join(f"Once upon a time, {name}\n" for name in ["Lily", "Tom", "Ann", "Ben", "Sue"])
+    )
+    chosen = {"norm_before_residual": True, "norm_before_fc": False, "fc_norm": True, "norm_output": True}
+    section = ", ".join(f"{name}: {str(flag).lower()}" for name, flag in chosen.items())
+    first, second = tmp_path / "first", tmp_path / "second"
+    invoke("run", recipe, f"draft={{kind: eagle3, steps: 2, features: [1, 2, 3, 4], {section}}}", f"output_dir={first}")
+    invoke("run", recipe, f"draft={{kind: eagle3, steps: 2, from: {first}}}", f"output_dir={second}")
+    for run in (first, second):
+        (config,) = [path for path in run.rglob("config.json") if "speculators_model_type" in path.read_text()]
+        written = json.loads(config.read_text())
+        assert {name: written[name] for name in FLAGS} == chosen
+        assert written["eagle_aux_hidden_state_layer_ids"] == [1, 2, 3, 4]
+    assert json.loads((second / "results.json").read_text())["decoding"]["after"]["lossless"]
+    with pytest.raises(PeftlabError, match=r"draft\.norm_output: .* was trained with true"):
+        invoke(
+            "run", recipe, f"draft={{kind: eagle3, norm_output: false, from: {first}}}", f"output_dir={tmp_path / 'x'}"
+        )
+    with pytest.raises(PeftlabError, match="exclude each other"):
+        invoke("run", recipe, "draft={kind: eagle3, norm_before_fc: true, fc_norm: true}")
