@@ -48,7 +48,7 @@ MARKS = (
 STEP = "train.max_steps=1 train.batch_size=2 train.max_length=64 train.eval_batch_size=4 train.warmup=0"
 REVIEWS = f"model={ENCODER} data.path=ratings.csv data.validation=4 merge.latency=false"
 LONG = "train.max_length=160 generate.max_new_tokens=2 generate.examples=2"
-DRAFTED = "train.max_length=200 data.max_prompts=4 data.held_out=2 data.max_new_tokens=4"
+DRAFTED = "train.max_length=200 data.max_prompts=4 data.held_out=1 data.max_new_tokens=4"
 RECIPES = {
     "glue/cola-lora": f"model={ENCODER}",
     "quickstart": REVIEWS,
@@ -87,7 +87,7 @@ BEFORE = {
     "docs/drafts/training_drafts.md": ["peftlab run my-draft.yaml"],
     "docs/drafts/decoding.md": [
         "peftlab run draft/ci target=TARGET 'draft={kind: gated_lora}' 'method={name: lora}' data.samples=1 "
-        "data.max_new_tokens=4 output_dir=runs/gated"
+        "data.held_out=1 data.max_new_tokens=4 output_dir=runs/gated"
     ],
     "docs/guide/merging.md": ["peftlab run chat/qlora data.path=chats.jsonl"],
     "docs/reference/command_line.md": ["peftlab run glue/cola-lora data.path=glue_data/CoLA"],

@@ -103,7 +103,8 @@ def test_a_table_runs_then_only_what_is_missing(eight: EightCells) -> None:
     assert "MRPC" in (directory / "table.html").read_text() and "MRPC" in (directory / "table.tex").read_text()
 
 
-@pytest.mark.parametrize("kind", ["finetune", pytest.param("draft", marks=pytest.mark.long)])
+@pytest.mark.long  # a process that imports all libraries, of which one may print
+@pytest.mark.parametrize("kind", ["finetune", "draft"])
 def test_the_processes_of_cells_print_no_warnings_of_libraries(tmp_path: Path, kind: str) -> None:
     """transformers imports torchao into the server that the processes are forked from."""
     pytest.importorskip("torchao")
@@ -169,21 +170,22 @@ def test_a_failing_cell_is_noted_and_the_others_go_on(values: dict[str, Any], gl
     broken.mkdir()
     (broken / "train.tsv").write_text("Quality\t#1 ID\t#2 ID\t#1 String\t#2 String\nmaybe\t1\t2\tgood\tbad\n")
     values = {**values, "per_task": {"glue/mrpc": {"data": {"path": str(broken)}}}}
+    values["rows"] = {"lora": values["rows"]["lora"]}
     with pytest.raises(CellsFailed) as caught:
         run_table(table(values))
     assert caught.value.status == 1
     lines = str(caught.value).splitlines()
-    assert lines[0] == "2 of 4 cells failed; running the table again tries them again"
+    assert lines[0] == "1 of 2 cells failed; running the table again tries them again"
     assert lines[1].startswith("mrpc-lora-seed0: ") and "unknown label 'maybe'" in lines[1]
     before = finished(values)
-    assert set(before) == {"cola-lora-seed0", "cola-head-seed0"}
+    assert set(before) == {"cola-lora-seed0"}
     page = (Path(values["output_dir"]) / "table.html").read_text()
     assert "Failed: mrpc-lora-seed0: " in page
 
     for file in (glue / "MRPC").iterdir():
         (broken / file.name).write_bytes(file.read_bytes())
     run_table(table(values))
-    assert len(finished(values)) == 4 and before.items() <= finished(values).items()
+    assert len(finished(values)) == 2 and before.items() <= finished(values).items()
 
 
 def test_a_killed_cell_fails_alone_and_goes_on_from_its_checkpoint(values: dict[str, Any]) -> None:
@@ -246,21 +248,22 @@ def test_many_processes_are_refused(values: dict[str, Any], monkeypatch: pytest.
 
 
 def test_parts_that_run_at_the_same_time_give_the_table_of_one_run(eight: EightCells, tmp_path: Path) -> None:
+    """Of one of its rows; the third part has no cells."""
     values = {**eight.values, "seeds": [0, 1]}
-    parts = {**values, "output_dir": str(tmp_path / "parts")}
+    parts = {**values, "rows": {"lora": values["rows"]["lora"]}, "output_dir": str(tmp_path / "parts")}
     threads = [threading.Thread(target=run_recipe, args=(table(parts),), kwargs={"shard": f"{i}/3"}) for i in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert set(finished(parts)) == set(finished(values)) and len(finished(parts)) == 8
-    for name in finished(values):
+    assert set(finished(parts)) == {f"{task}-lora-seed{seed}" for task in ("mrpc", "cola") for seed in (0, 1)}
+    for name in finished(parts):
         whole, part = (Path(each["output_dir"], "cells", name, "adapter") for each in (values, parts))
         assert (whole / "adapter_model.safetensors").read_bytes() == (part / "adapter_model.safetensors").read_bytes()
     scores = []
     for each in (values, parts):
         lines = csv.DictReader(Path(each["output_dir"], "table.csv").read_text().splitlines())
-        scores.append([(line["task"], line["row"], line["best_mean"]) for line in lines])
+        scores.append([(line["task"], line["best_mean"]) for line in lines if line["row"] == "lora"])
     assert scores[0] == scores[1]
 
 
