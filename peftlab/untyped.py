@@ -28,7 +28,7 @@ Attributes: TypeAlias = dict[str, Any]
 """A dataclass's or a function's arguments by name, for a call with ``**``: mypy knows one type for all of them."""
 
 Unpickled: TypeAlias = Any
-"""What a pickle of tensors, numbers, texts and containers contains: who wrote it knows."""
+"""The contents of a pickle of tensors, numbers, texts and containers: their types are known to its writer alone."""
 
 Converter: TypeAlias = Any
 """One of transformers' weight converters: its methods take tensors too, where their annotations want futures."""

@@ -377,7 +377,7 @@ class AdapterFit:
 
     @cached_property
     def unmatched(self) -> dict[str, str]:
-        """What the file has and the base does not, with the reason."""
+        """The names that the file contains and the base does not, each with the reason."""
         found: dict[str, str] = {}
         for tensor in self.contents.tensors:
             if tensor.target not in found and (why := self._why_unmatched(tensor, hint=len(found) < _MAX_HINTS)):

@@ -97,7 +97,7 @@ class MergeReport:
 
 @dataclass
 class Figures:
-    """What is measured while a merge's tensors are written, in any order; the fields are ``MergeReport``'s."""
+    """Figures measured while a merge's tensors are written, in any order; the fields are ``MergeReport``'s."""
 
     tensors: list[TensorReport] = field(default_factory=list)
     copied: int = 0
@@ -346,7 +346,7 @@ class Steps:
         return {target.key: value}
 
     def _compressed(self, target: Target, name: str, base: Tensor | None, start: Tensor) -> dict[str, Tensor]:
-        """Return a merged weight in fp8 and its scales; ``start`` is what the update is added to, or replaces it."""
+        """Return a merged weight in fp8 and its scales; ``start`` is W0, or the value where nothing is folded."""
         folds = name in self.plan.folded
         how = Folding(self.options.precision, torch.float32)
         value = self._fold(name, start, how) if folds else start.float()

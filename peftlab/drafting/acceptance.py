@@ -146,7 +146,7 @@ def add_rates(
 
 
 RANKS = 8
-"""How many of a draft's most probable tokens are counted at each place."""
+"""Number of a draft's most probable tokens that are counted at each place."""
 
 KEY = "rank_acceptance"
 """The key of the rates by rank in a file."""

@@ -451,7 +451,7 @@ class DraftKind(ABC, Generic[ConfigT]):
 
     @property
     def cache(self) -> Path:
-        """Directory of what the target has computed: text, probabilities, states."""
+        """Directory of the target's stored outputs: text, probabilities, states."""
         return Path(self.recipe.data.cache or self.directory.parent / "draft-data")
 
 

@@ -307,7 +307,7 @@ class ModelDraft(DraftConfig):
 
     @property
     def starts(self) -> int:
-        """How many models to start from the recipe names."""
+        """Number of models to start from that the recipe names."""
         return sum(start is not None for start in (self.from_, self.truncate, self.prune, self.new))
 
     @property
@@ -409,7 +409,7 @@ def eighth_of_layers(layers: int) -> int:
 
 
 class HeadsConfig(DraftConfig):
-    """What kinds of heads on the target's last hidden state have in common."""
+    """Base of the sections of heads on the target's last hidden state."""
 
     usual_method: ClassVar[str | None] = None
     from_: str | None = Field(
@@ -594,7 +594,7 @@ class GatedLoraDraft(DraftConfig):
 
 
 class StateConfig(DraftConfig):
-    """What kinds of networks on the target's states have in common."""
+    """Base of the sections of networks on the target's states."""
 
     usual_method: ClassVar[str | None] = None
     language_model: ClassVar[bool] = False

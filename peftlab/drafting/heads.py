@@ -100,7 +100,7 @@ class HeadStack(nn.Module):
         raise NotImplementedError
 
     def addend(self, before: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Return factors [T, r] and [V, r] of what these tokens before add to a head's logits; None: nothing."""
+        """Return the factors [T, r] and [V, r] of a head's bias after these tokens; None: the head has no bias."""
         return None
 
     def product(self, head: int, hidden: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
@@ -172,7 +172,7 @@ class ReducedHeads(nn.Module):
 
     @property
     def ranks(self) -> RankRates | None:
-        """How often each head's choices are right, as measured; None: not measured."""
+        """The measured rates at which each head's choices are right; None: not measured."""
         return self.heads.ranks
 
     def tokens(self, hidden: Tensor, last: Tensor, tree: Sequence[TreePath]) -> Tensor:

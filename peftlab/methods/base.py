@@ -165,7 +165,7 @@ def _expression(pattern: str) -> str:
 
 
 def fully_trained(model: nn.Module, modules_to_save: list[str] | None, *, head: bool = True) -> list[str]:
-    """Return the names of what is trained whole: the task head (if ``head``) and ``modules_to_save``.
+    """Return the names of modules or parameters that train whole: the task head (if ``head``) and ``modules_to_save``.
 
     Args:
         model: before injection.

@@ -166,7 +166,7 @@ class Meter:
 
     @contextmanager
     def scoring(self) -> Iterator[CountFlops]:
-        """Around forward passes that no backward follows; afterwards ``flops`` of what it gives are theirs."""
+        """Yield a counter for forward passes without backward; afterwards its ``flops`` are theirs."""
         with CountFlops() if self._active else nullcontext(CountFlops()) as counter:
             yield counter
 

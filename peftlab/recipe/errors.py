@@ -24,7 +24,7 @@ Keys = tuple[str | int, ...]
 
 @dataclass(frozen=True, order=True)
 class Place:
-    """Where something was written: a line of a file (``rank`` 0) or an override (its number, from 1)."""
+    """A place in a recipe: a line of a file (``rank`` 0) or an override (its number, from 1)."""
 
     rank: int
     line: int

@@ -53,7 +53,7 @@ Map = Callable[[Tensor], Tensor]
 
 
 class LowRank(AnyLeaf):
-    """What all low-rank leaves hold.
+    """Base of all low-rank leaves.
 
     Attributes:
         lora_A, lora_B (``lora_embedding_A``, ``lora_embedding_B`` in embeddings): the trained factors.
@@ -395,7 +395,7 @@ class LoraExperts(AnyLeaf):
 
     @property
     def added(self) -> tuple[str, ...]:  # type: ignore[override]
-        """Names of what the adapted form has beside the base's."""
+        """Names of the parameters and attributes that the adapted form alone has."""
         return (*(f"{p}_lora_{side}" for p in self.adapted for side in "AB"), "adapted")
 
     def factors(self, parameter: str) -> tuple[Tensor, Tensor]:
@@ -522,7 +522,7 @@ class OwnCopy(AnyLeaf):
 
     @property
     def added(self) -> tuple[str, ...]:  # type: ignore[override]
-        """Names of what the adapted form has beside the base's."""
+        """Names of the parameters and attributes that the adapted form alone has."""
         return (*(f"own_{name}" for name in self.shared), "shared")
 
     def forward(self, *args: object, **kwargs: object) -> object:
