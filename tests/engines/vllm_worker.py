@@ -30,8 +30,10 @@ def outputs(adapter):
 
 answers = [outputs(None)]
 for number, directory in enumerate(job.get("adapters", []), start=1):
+    adapter = LoRARequest(f"adapter{number}", number, directory)
     try:
-        answers.append(outputs(LoRARequest(f"adapter{number}", number, directory)))
+        llm.llm_engine.add_lora(adapter)  # first: a request whose adapter is refused would stay in the queue for ever
+        answers.append(outputs(adapter))
     except Exception as error:
         answers.append(f"{type(error).__name__}: {error}")
 os.write(stdout, json.dumps({"outputs": answers}).encode() + b"\n")
