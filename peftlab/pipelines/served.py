@@ -12,7 +12,6 @@ import os
 import re
 import shlex
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -446,6 +445,18 @@ def _plain_target(target: str, dtype: str, directory: Path) -> str:
 
 
 _PORT = "PORT"  # stands for the port in a command
+# Ends a server with all its processes when standard input ends: when this process does, however it was killed.
+_GUARD = """
+import os, signal, subprocess, sys, threading, time
+server = subprocess.Popen(sys.argv[1:], stdin=subprocess.PIPE, start_new_session=True)
+def wait():
+    sys.stdin.read()
+    for number in signal.SIGTERM, signal.SIGKILL:
+        os.killpg(server.pid, number)
+        time.sleep(15)
+threading.Thread(target=wait, daemon=True).start()
+sys.exit(server.wait())
+"""
 
 
 @contextmanager
@@ -464,7 +475,7 @@ def _started(command: Sequence[str], log: Path) -> Iterator[str]:
     environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", **os.environ}
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [part.replace(_PORT, port) for part in command],
+            [sys.executable, "-c", _GUARD, *(part.replace(_PORT, port) for part in command)],
             stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT, start_new_session=True, env=environment,
         )  # fmt: skip
         try:
@@ -472,12 +483,11 @@ def _started(command: Sequence[str], log: Path) -> Iterator[str]:
             _wait_until_healthy(url, process, log)
             yield url
         finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGTERM)
-            try:
+            assert process.stdin is not None
+            process.stdin.close()
+            with suppress(subprocess.TimeoutExpired):
                 process.wait(30)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
+            process.kill()
 
 
 def _wait_until_healthy(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
