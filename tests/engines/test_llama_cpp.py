@@ -185,7 +185,8 @@ def test_adapters_of_peft(
         peftlab.convert_adapter(adapters[name], tmp_path / "adapter.gguf", "llama.cpp", base=str(target))
     except PeftlabError as error:
         assert not (tmp_path / "adapter.gguf").exists()
-        record_property("shows", ["llama.cpp", f"adapter: {name}", f"refused: {str(error).partition(';')[0]}"])
+        reason = str(error).replace(f"{adapters[name]}: ", "").partition(";")[0]
+        record_property("shows", ["llama.cpp", f"adapter: {name}", f"refused: {reason}"])
         return
     model = transformers.AutoModelForCausalLM.from_pretrained(target)
     write_gguf_model(model, target, tmp_path / "base.gguf")
