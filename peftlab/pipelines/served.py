@@ -41,6 +41,7 @@ from peftlab.decoding.measurements import (
 from peftlab.drafting.export import LLAMA_CPP, export_draft
 from peftlab.errors import PeftlabError, did_you_mean
 from peftlab.files import Json, parse_json, typed_value
+from peftlab.models.config import plain_directory
 from peftlab.models.load import load_base, load_tokenizer
 from peftlab.models.quantised import torch_dtype
 from peftlab.references import locate
@@ -57,7 +58,8 @@ class Counters:
     """Drafted tokens as an engine counts them.
 
     Attributes:
-        steps: target steps in which tokens were drafted. drafted, accepted: tokens.
+        steps: target steps in which tokens were drafted; of llama.cpp, which does not count them, all after the first.
+        drafted, accepted: tokens.
         by_position: accepted ones at the first, second, ... place of a step; empty where the engine does not say.
     """
 
@@ -251,8 +253,9 @@ def measure_in_engine(
     Raises:
         PeftlabError: the engine is not installed, does not load target or draft, or does not answer or count.
     """
+    target = plain_directory(target)
     with ExitStack() as stack:
-        if is_url(engine):
+        if _is_server(engine):
             drafted, baseline, command = connect(engine), None, None
         else:
             directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="peftlab-engine-")))
@@ -311,14 +314,14 @@ def measure_in_engine(
     )
 
 
-def is_url(engine: str) -> bool:
+def _is_server(engine: str) -> bool:
     """Return whether ``--engine`` names a running server."""
     return engine.startswith(("http://", "https://"))
 
 
 def check_engine(engine: str) -> None:
     """Raise ``PeftlabError`` for an engine that is neither a name nor a URL, or is not installed."""
-    if is_url(engine) or engine == OWN:
+    if _is_server(engine) or engine == OWN:
         return
     if engine not in ENGINES:
         raise PeftlabError(
@@ -371,7 +374,7 @@ def connect(url: str) -> EngineServer:
     url = url.rstrip("/").removesuffix("/v1")
     for kind, path in ((VllmServer, "/version"), (LlamaServer, "/props")):
         with suppress(PeftlabError):
-            EngineServer.request(LlamaServer(url), path)
+            LlamaServer(url).request(path)  # any client asks: VllmServer's own would ask for models first
             return kind(url)
     raise PeftlabError(f"engine {url}: no answer of vLLM (/version) or of llama.cpp (/props)")
 

@@ -71,19 +71,25 @@ def test_a_merged_model_gives_transformers_tokens(name: str, serve: Callable, tm
             assert engine.post("apply-template", messages=messages)["prompt"] == shown
 
 
+def assert_beside_base(base: Path, serve: Callable) -> None:
+    """Convert the adapter beside a base, serve both, and assert that the tokens are those of the adapted model."""
+    place = base.parent
+    write_adapter(base, place / "none", scale=0.0)
+    peftlab.convert_adapter(place / "adapter", place / "adapter.gguf", "llama.cpp")
+    model = peftlab.load_adapter(transformers.AutoModelForCausalLM.from_pretrained(base), place / "adapter").eval()
+    tokens = transformers.AutoTokenizer.from_pretrained(base)
+    prompt = tokens(PROMPT)["input_ids"]
+    with serve(merge(place, "f32", adapter="none"), place / "adapter.gguf") as engine:
+        assert_same(engine.generate(prompt, COUNT), *greedy(model, prompt, tokens.all_special_ids))
+
+
 @pytest.mark.shows("llama.cpp", "adapter beside its base: {name}", "transformers' tokens")
 @pytest.mark.parametrize("name", ["llama", "qwen2-yarn", "qwen3", "gemma3", "phi3", "gpt2"])
 def test_an_adapter_beside_its_base_gives_transformers_tokens(name: str, serve: Callable, tmp_path: Path) -> None:
     base = write_model(name, tmp_path / "base")
     pattern = {} if name in ("gpt2", "phi3") else {"rank_pattern": {"q_proj": 2}}
     write_adapter(base, tmp_path / "adapter", use_rslora=True, **pattern)
-    write_adapter(base, tmp_path / "none", scale=0.0)
-    peftlab.convert_adapter(tmp_path / "adapter", tmp_path / "adapter.gguf", "llama.cpp")
-    model = peftlab.load_adapter(transformers.AutoModelForCausalLM.from_pretrained(base), tmp_path / "adapter").eval()
-    tokens = transformers.AutoTokenizer.from_pretrained(base)
-    prompt = tokens(PROMPT)["input_ids"]
-    with serve(merge(tmp_path, "f32", adapter="none"), tmp_path / "adapter.gguf") as engine:
-        assert_same(engine.generate(prompt, COUNT), *greedy(model, prompt, tokens.all_special_ids))
+    assert_beside_base(base, serve)
 
 
 @pytest.mark.shows("llama.cpp", "adapter of embeddings and head: {name}", "transformers' tokens")
@@ -92,13 +98,7 @@ def test_an_adapter_of_embeddings_and_head(name: str, serve: Callable, tmp_path:
     embedding, head = ("wte", "lm_head") if name == "gpt2" else ("embed_tokens", "lm_head")
     base = write_model(name, tmp_path / "base", tie_word_embeddings=False)
     write_adapter(base, tmp_path / "adapter", target_modules=[embedding, head])
-    write_adapter(base, tmp_path / "none", scale=0.0)
-    peftlab.convert_adapter(tmp_path / "adapter", tmp_path / "adapter.gguf", "llama.cpp")
-    model = peftlab.load_adapter(transformers.AutoModelForCausalLM.from_pretrained(base), tmp_path / "adapter").eval()
-    tokens = transformers.AutoTokenizer.from_pretrained(base)
-    prompt = tokens(PROMPT)["input_ids"]
-    with serve(merge(tmp_path, "f32", adapter="none"), tmp_path / "adapter.gguf") as engine:
-        assert_same(engine.generate(prompt, COUNT), *greedy(model, prompt, tokens.all_special_ids))
+    assert_beside_base(base, serve)
 
 
 @pytest.mark.shows("llama.cpp", "merged model in {kind}", "log-probabilities of the file's values")
