@@ -191,11 +191,13 @@ class FeatureNetwork(Protocol):
         vocab_size: V, of the target.
         tokens: ids of the tokens that it can draft, rising, [V_d]; None for all.
         ranks: how often each choice is right at each depth, as measured; None: not measured.
+        window: how many tokens a row sees, itself among them; None: all.
     """
 
     features: tuple[int, ...]
     vocab_size: int
     ranks: RankRates | None
+    window: int | None
 
     @property
     def tokens(self) -> Tensor | None: ...
@@ -323,7 +325,7 @@ class FeatureDrafter(Drafter):
         """Return the network's output for a block of chains, tokens [b, n] -> [b, n, H]."""
         device = self.network.device
         return self.network.advance(
-            self._cache, tokens, states, block, block.positions(device), block.visible(None, device)
+            self._cache, tokens, states, block, block.positions(device), block.visible(self.network.window, device)
         )
 
     def _output(self, states: Tensor) -> Output:
@@ -347,6 +349,9 @@ class FeatureDrafter(Drafter):
             # The m nodes read so far are stored from ``start`` on, the k newest last; all of a level share a position.
             block = self._cache.block(slots, [start + m - k for start in starts], k)
             visible = visible_slots(starts, seen)[:, None]
+            if self.network.window is not None:  # the tree's own slots are not before its positions
+                slots_behind = positions[:, None, :, None] - torch.arange(visible.shape[-1], device=device)
+                visible = visible & (slots_behind < self.network.window)
             states = states.gather(1, above[..., None].expand(-1, -1, wide))
             states = self.network.advance(self._cache, tokens, states, block, positions, visible)
             trees.add(*self._top_children(states))

@@ -58,7 +58,7 @@ class EagleLayer(nn.Module):
     def __init__(self, shape: NetworkShape):
         super().__init__()
         self.norm_before_residual = shape.norm_before_residual
-        self.self_attn, self.mlp = LayerAttention(shape, 2 * shape.hidden_size), LayerMLP(shape)
+        self.self_attn, self.mlp = LayerAttention(shape, 2 * shape.hidden_size, norms=shape.head_norms), LayerMLP(shape)
         self.input_layernorm, self.hidden_norm, self.post_attention_layernorm = (
             RMSNorm(shape.hidden_size, shape.eps) for _ in range(3)
         )
@@ -134,12 +134,14 @@ class EagleStep(nn.Module):
         assert isinstance(layer, EagleLayer)
         self.features, self.vocab_size, self.ranks = network.features, network.vocab_size, network.ranks
         self._heads, self._kv_heads, self._dim, self._eps = shape.heads, shape.kv_heads, shape.head_dim, shape.eps
+        self.window = shape.window
         self.tokens, self._embedding, self._angles = network.tokens, network.embedding, network.angles
         self._norm_before_residual, self._norm_output = shape.norm_before_residual, shape.norm_output
         self._norm_features = partial(norm_features, network) if shape.norm_before_fc or shape.fc_norm else None
         self._first_norms = torch.stack((layer.input_layernorm.weight, layer.hidden_norm.weight)).detach()
         self._mlp_norm, self._norm = layer.post_attention_layernorm.weight.detach(), network.norm.weight.detach()
         attention, mlp = layer.self_attn, layer.mlp
+        self._head_norms = _rows_of_norms(attention, shape) if shape.head_norms else None
         self.fc, self.out, self.down = (
             _stack_linears(network.fc),
             _stack_linears(attention.o_proj),
@@ -172,6 +174,8 @@ class EagleStep(nn.Module):
         both = F.rms_norm(both, both.shape[-1:], eps=self._eps).mul_(self._first_norms)
         residual = both[:, :, 1] if self._norm_before_residual else states
         x = self.qkv(both.flatten(2)).view(b, n, heads + 2 * kv, dim)
+        if self._head_norms is not None:
+            x[:, :, : heads + kv] = F.rms_norm(x[:, :, : heads + kv], (dim,), eps=self._eps) * self._head_norms
         cos, sin = self._rotation(positions, cache.capacity, x.dtype)
         rotate(x[:, :, : heads + kv], cos, sin)
         keys, values = cache.write(0, x[:, :, heads:].transpose(1, 2), block)
@@ -199,6 +203,12 @@ class EagleStep(nn.Module):
         return cos[:, :, None], sin[:, :, None]
 
 
+def _rows_of_norms(attention: LayerAttention, shape: NetworkShape) -> Tensor:
+    """Return the weights of the norms of queries' and keys' heads, [heads + kv_heads, D]."""
+    norms = ((attention.q_norm, shape.heads), (attention.k_norm, shape.kv_heads))
+    return torch.cat([norm.get_parameter("weight").detach().expand(heads, -1) for norm, heads in norms])
+
+
 def _stack_linears(*linears: nn.Linear) -> nn.Linear:
     """Return linear maps of the same input as one map, their outputs next to one another."""
     with torch.device("meta"):
@@ -209,6 +219,8 @@ def _stack_linears(*linears: nn.Linear) -> nn.Linear:
 
 
 _SGLANG = ["LlamaForCausalLMEagle3"]
+_EMBEDDING = "embed_tokens.weight"
+_LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 
 # In the files of EAGLE's authors and of SpecForge.
 _OTHER_NAMES = {
@@ -224,10 +236,10 @@ FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")  # 
 def tensors_of(network: Eagle3) -> dict[str, Tensor]:
     """Return the network's tensors, by speculators' names, as its file has them.
 
-    The embeddings are the target's and not written: engines share them.
+    Embeddings that are the target's are not written: engines share them.
     """
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in network.state_dict().items()}
-    return tensors | token_maps(network)
+    tensors = network.state_dict() | ({_EMBEDDING: network.embedding} if network.shape.own_embedding else {})
+    return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()} | token_maps(network)
 
 
 def norm_flags(shape: NetworkShape) -> dict[str, Json]:
@@ -247,12 +259,14 @@ def speculators_config(network: Eagle3, *, target: str, architecture: str, token
         "architectures": ["Eagle3Speculator"],
         "speculators_model_type": "eagle3",
         "speculators_version": FORMAT,
-        "transformer_layer_config": layer_config(shape, network.fc.weight.dtype),
+        # vLLM takes the number of states of a Llama's layer from here, and not from their layers.
+        "transformer_layer_config": layer_config(shape, network.fc.weight.dtype)
+        | {"num_aux_hidden_states": len(shape.features)},
         "draft_vocab_size": len(network.lm_head.weight),
         "target_hidden_size": shape.hidden_size,
-        "eagle_aux_hidden_state_layer_ids": list(shape.features),
+        _LAYER_IDS: list(shape.features),
         **norm_flags(shape),
-        "embed_requires_grad": False,
+        "embed_requires_grad": shape.own_embedding,
         "tie_word_embeddings": False,
         "speculators_config": decoding_config("eagle3", target=target, architecture=architecture, tokens=tokens),
     }
@@ -275,11 +289,14 @@ def write_eagle(network: Eagle3, directory: Path, *, target: str, architecture: 
     check_written(tensors, tensors_of(read_eagle(directory, network.embedding)), directory)
 
 
-def read_shape(directory: Path) -> tuple[NetworkShape, int]:
+def read_shape(directory: Path, layers: int | None = None) -> tuple[NetworkShape, int]:
     """Return the sizes of the network in a directory, and how many tokens it drafts.
 
     An absent flag of EAGLE 3.1 is false, as for speculators' own class and for SGLang. (vLLM takes an absent
     ``norm_before_residual`` of speculators' layout for true; speculators' trainer writes all of them.)
+
+    Args:
+        directory: of the draft. layers: of the target, which a file without layer numbers counts on.
 
     Raises:
         PeftlabError: it is of another type, or computes what is not computed here.
@@ -293,16 +310,33 @@ def read_shape(directory: Path) -> tuple[NetworkShape, int]:
         if config.get("architectures") == _SGLANG
         else typed_value(config, "transformer_layer_config", dict, file)
     )
-    if config.get("embed_requires_grad"):
-        raise PeftlabError(f"{file}: embed_requires_grad is true, and embeddings of the draft's own are not supported")
     flags = _flags(config, file)
-    if (layer.get("model_type"), layer.get("num_hidden_layers", 1)) != ("llama", 1):
-        raise PeftlabError(f"{file}: not one layer of a Llama")
-    window = (
-        typed_value(layer, "sliding_window", int, file) if layer.get("layer_types") == ["sliding_attention"] else None
+    if (kind := layer.get("model_type")) not in ("llama", "qwen3") or layer.get("num_hidden_layers", 1) != 1:
+        count = layer.get("num_hidden_layers", 1)
+        raise PeftlabError(f"{file}: model_type {kind}, num_hidden_layers {count}; one layer of llama or qwen3 is read")
+    shape = replace(
+        read_sizes(layer, file),
+        features=_features(config, file, layers),
+        window=_window(layer, file),
+        own_embedding=bool(config.get("embed_requires_grad")),
+        norm_before_residual=flags["norm_before_residual"],
+        norm_before_fc=flags["norm_before_fc"],
+        fc_norm=flags["fc_norm"],
+        norm_output=flags["norm_output"],
     )
-    shape = replace(read_sizes(layer, file), features=_features(config, file), window=window, **flags)
-    return shape, typed_value(config, "draft_vocab_size", int, file)
+    if (width := config.get("target_hidden_size") or shape.hidden_size) != shape.hidden_size:
+        raise PeftlabError(f"{file}: target_hidden_size {width}, but the layer's states have {shape.hidden_size}")
+    drafted = config.get("draft_vocab_size")  # null in SGLang's layout: all
+    return shape, shape.vocab_size if drafted is None else typed_value(config, "draft_vocab_size", int, file)
+
+
+def _window(layer: dict[str, Json], file: Path) -> int | None:
+    """Return how many tokens a layer sees; speculators writes a null window where it trained without one."""
+    if layer.get("layer_types") != ["sliding_attention"] or layer.get("sliding_window") is None:
+        return None
+    if (window := typed_value(layer, "sliding_window", int, file)) < 1:
+        raise PeftlabError(f"{file}: sliding_window must be at least 1")
+    return window
 
 
 def _flags(config: dict[str, Json], file: Path) -> dict[str, bool]:
@@ -321,35 +355,55 @@ def _flags(config: dict[str, Json], file: Path) -> dict[str, bool]:
     return flags
 
 
-def _features(config: dict[str, Json], file: Path) -> tuple[int, ...]:
-    """Return the layers whose entering states a configuration names; SGLang numbers them by the state before."""
+def _features(config: dict[str, Json], file: Path, layers: int | None) -> tuple[int, ...]:
+    """Return the layers whose entering states a configuration names; in ``eagle_config`` by the layer before.
+
+    Without any they are the 2nd, the middle one and the last but two of the target's, as for all readers.
+    """
     other = config.get("eagle_config")
-    key = "eagle_aux_hidden_state_layer_ids"
-    before = isinstance(other, dict) and key in other
-    layers = other[key] if isinstance(other, dict) and before else config.get(key)
-    ids = [layer + before for layer in layers if type(layer) is int] if isinstance(layers, list) else []
-    if not ids or not isinstance(layers, list) or len(ids) < len(layers) or min(ids) < 0 or ids != sorted(set(ids)):
-        raise PeftlabError(f"{file}: {key} must be layer numbers, rising")
-    return tuple(ids)
+    places = [(config.get(_LAYER_IDS), 0), (other.get(_LAYER_IDS) if isinstance(other, dict) else None, 1)]
+    named = [(ids, added) for ids, added in places if ids is not None]
+    if not named and layers is not None:
+        named = [([2, layers // 2, layers - 3], 0)]
+    found = []
+    for numbers, added in named:
+        ids = [layer + added for layer in numbers if type(layer) is int] if isinstance(numbers, list) else []
+        if not ids or not isinstance(numbers, list) or len(ids) < len(numbers) or sorted(set(ids)) != ids or ids[0] < 0:
+            raise PeftlabError(f"{file}: {_LAYER_IDS} must be layer numbers, rising; it is {numbers}")
+        found.append(tuple(ids))
+    if len(set(found)) != 1:
+        raise PeftlabError(
+            f"{file}: {_LAYER_IDS} must be layer numbers, rising, and in eagle_config lower by one; they are "
+            f"{', '.join(str(numbers) for numbers, _ in named) or 'missing'}"
+        )
+    return found[0]
 
 
-def read_eagle(directory: str | Path, embedding: Tensor) -> Eagle3:
+def read_eagle(directory: str | Path, embedding: Tensor, layers: int | None = None) -> Eagle3:
     """Return the network in a directory; every key is used exactly once.
 
+    Embeddings in the file that are not the target's are the network's own.
+
     Args:
-        embedding: the target's, [V, H].
+        embedding: the target's, [V, H]. layers: of the target; None: the file must say which it reads.
 
     Raises:
         PeftlabError: it is for another vocabulary or width, or a key is missing, unknown or of another shape.
     """
     directory = Path(directory)
-    shape, drafted = read_shape(directory)
+    shape, drafted = read_shape(directory, layers)
     check_embedding(shape, embedding, directory)
     tensors, _ = read_tensors(directory / WEIGHTS)
     for old, new in _OTHER_NAMES.items():
         tensors = {name.replace(old, new): tensor for name, tensor in tensors.items()}
     tokens = drafted_tokens(tensors, drafted, shape.vocab_size, directory)
-    tensors.pop("embed_tokens.weight", None)  # others write the target's own
+    own = tensors.pop(_EMBEDDING, None)
+    if own is not None:
+        check_embedding(shape, own, directory)
+        if shape.own_embedding or not torch.equal(embedding.to(own.dtype), own.to(embedding.device)):
+            shape, embedding = replace(shape, own_embedding=True), own.to(embedding.device)
+    elif shape.own_embedding:
+        raise PeftlabError(f"{directory}: embed_requires_grad is true, but {WEIGHTS} has no {_EMBEDDING}")
     with torch.device("meta"):
         blank = Eagle3(shape, torch.empty(0), torch.empty(drafted, shape.hidden_size))
     check_shapes(blank.state_dict(), tensors, directory)
@@ -373,26 +427,29 @@ class EagleExport:
 
     def write(self, target: str, directory: Path, gamma: int) -> float:
         """Write the draft in the consumer's layout; refuse a target or flags that the engine would not compute."""
-        shape, _ = read_shape(self.place)
         check_tokenizer(self.place, load_tokenizer(target))
         config = load_config(target).get_text_config(decoder=True)
+        shape, _ = read_shape(self.place, config.num_hidden_layers)
         own, wanted = (config.vocab_size, config.hidden_size), (shape.vocab_size, shape.hidden_size)
         if own != wanted or max(shape.features) >= config.num_hidden_layers:
             raise PeftlabError(
                 f"{self.place}: for a target of {wanted[0]} tokens, states of {wanted[1]} and more than "
                 f"{max(shape.features)} layers; {target} has {own[0]}, {own[1]} and {config.num_hidden_layers}"
             )
-        if len(shape.features) != 3:
+        unread = {
+            "norm_before_residual": shape.norm_before_residual,
+            "norms of heads (model_type qwen3)": shape.head_norms,
+            "embeddings of its own (embed_requires_grad)": shape.own_embedding,
+        }
+        if self.consumer == "sglang" and any(unread.values()):
+            names = " and ".join(name for name, has in unread.items() if has)
             raise PeftlabError(
-                f"--for {self.consumer}: the draft reads {len(shape.features)} states; engines give three"
+                f"--for sglang: {self.place} has {names}, which SGLang does not read: it would compute other logits "
+                "without a word; vllm loads the draft"
             )
-        if self.consumer == "sglang" and shape.norm_before_residual:
-            raise PeftlabError(
-                f"--for sglang: {self.place} has norm_before_residual, which SGLang does not read: it would "
-                "compute other logits without a word; vllm loads the draft"
-            )
-        embedding = torch.ones(1).expand(shape.vocab_size, shape.hidden_size)
-        network = read_eagle(self.place, embedding)
+        stored, _ = read_tensors(self.place / WEIGHTS)
+        embedding = stored.get(_EMBEDDING, torch.ones(1).expand(shape.vocab_size, shape.hidden_size))
+        network = read_eagle(self.place, embedding, config.num_hidden_layers)
         if self.consumer == "llama.cpp":
             _write_gguf(network, target, directory)
             return 0.0
@@ -414,7 +471,7 @@ class EagleExport:
         if self.consumer == "vllm":
             settings = {"method": "eagle3", "model": directory, "num_speculative_tokens": gamma}
             return f"vllm serve {shlex.quote(target)} --speculative-config {shlex.quote(json.dumps(settings))}"
-        window = read_shape(self.place)[0].window  # which SGLang does not read from the file
+        window = read_shape(Path(directory))[0].window  # which SGLang does not read from the file
         return (
             f"python -m sglang.launch_server --model-path {shlex.quote(target)} --speculative-algorithm EAGLE3 "
             f"--speculative-draft-model-path {shlex.quote(directory)} --speculative-num-steps {gamma} "
@@ -424,7 +481,8 @@ class EagleExport:
 
 
 _GGUF_NAMES = {
-    "fc": "fc", "norm": "output_norm", "lm_head": "output", "layers.0.input_layernorm": "blk.0.attn_norm",
+    "fc": "fc", "norm": "output_norm", "lm_head": "output", "embed_tokens": "token_embd",
+    "layers.0.input_layernorm": "blk.0.attn_norm",
     "layers.0.hidden_norm": "blk.0.attn_norm_2", "layers.0.post_attention_layernorm": "blk.0.ffn_norm",
     "layers.0.self_attn.q_proj": "blk.0.attn_q", "layers.0.self_attn.k_proj": "blk.0.attn_k",
     "layers.0.self_attn.v_proj": "blk.0.attn_v", "layers.0.self_attn.o_proj": "blk.0.attn_output",
@@ -436,7 +494,7 @@ _GGUF_NAMES = {
 def _write_gguf(network: Eagle3, target: str, path: Path) -> None:
     """Write a network as llama.cpp reads it, and check the round trip.
 
-    The embeddings are the target's, which the engine shares with the draft. ``d2t`` has the target's ids.
+    Embeddings that are the target's are not written: the engine shares them. ``d2t`` has the target's ids.
 
     Args:
         network: with three of the target's states. target: reference, for the tokenizer. path: the file.
@@ -445,8 +503,14 @@ def _write_gguf(network: Eagle3, target: str, path: Path) -> None:
         PeftlabError: it computes what the engine does not, or what was written differs.
     """
     shape = network.shape
-    if unread := [name for name in ("norm_before_fc", "fc_norm", "norm_output") if getattr(shape, name)]:
+    if unread := [name for name in ("norm_before_fc", "fc_norm", "norm_output", "head_norms") if getattr(shape, name)]:
         raise PeftlabError(f"--for llama.cpp: the draft has {', '.join(unread)}; llama.cpp's eagle3 has no such norm")
+    if shape.rope is not None:
+        raise PeftlabError(
+            f"--for llama.cpp: the draft has rope_type {shape.rope['rope_type']}; it reads default alone"
+        )
+    if len(shape.features) != 3:
+        raise PeftlabError(f"--for llama.cpp: the draft reads {len(shape.features)} states; llama.cpp gives three")
     if shape.window is not None:
         raise PeftlabError("--for llama.cpp: the draft was trained with a window, llama.cpp's eagle3 sees all tokens")
     sizes: dict[str, object] = {
@@ -468,17 +532,16 @@ def _write_gguf(network: Eagle3, target: str, path: Path) -> None:
         "blk.0.attn_q.weight": rotary_order(shape.heads, shape.heads * shape.head_dim),
         "blk.0.attn_k.weight": rotary_order(shape.kv_heads, shape.kv_heads * shape.head_dim),
     }
-    stored = {
-        f"{_GGUF_NAMES[key.removesuffix('.weight')]}.weight": value for key, value in network.state_dict().items()
-    }
+    written = network.state_dict() | ({_EMBEDDING: network.embedding} if shape.own_embedding else {})
+    stored = {f"{_GGUF_NAMES[key.removesuffix('.weight')]}.weight": value for key, value in written.items()}
     stored = {name: value[orders[name]] if name in orders else value for name, value in stored.items()}
     # What the engine multiplies rows by is in fp32.
     stored = {name: value.float() if value.dim() == 1 else value for name, value in stored.items()}
     if network.tokens is not None:
         stored["d2t"] = network.tokens.long()
     write_gguf(path, "eagle3", fields, stored)
-    written = read_gguf(path)
-    if different := [name for name, value in stored.items() if not torch.equal(written[name], value.cpu())]:
+    found = read_gguf(path)
+    if different := [name for name, value in stored.items() if not torch.equal(found[name], value.cpu())]:
         raise PeftlabError(f"{path}: {', '.join(different)} differ from the draft's")
 
 
@@ -493,7 +556,10 @@ def sglang_config(network: Eagle3) -> dict[str, Json]:
             "architectures": ["LlamaForCausalLMEagle3"],
             "draft_vocab_size": len(network.lm_head.weight),
             "target_hidden_size": network.shape.hidden_size,
-            "eagle_config": {"eagle_aux_hidden_state_layer_ids": layers, "use_aux_hidden_state": True},
+            # vLLM reads the first, SGLang the second; both size ``fc`` by the number of states.
+            _LAYER_IDS: list(network.features),
+            "eagle_config": {_LAYER_IDS: layers, "use_aux_hidden_state": True},
+            "num_aux_hidden_states": len(layers),
         }
         | flags
     )
@@ -566,8 +632,15 @@ class Eagle3Kind(StateKind[Eagle3Draft]):
 
     @classmethod
     def read(cls, place: str | Path, target: PreTrainedModel) -> Eagle3:
-        """Return the layer in a directory."""
-        return read_eagle(place, input_embedding(target))
+        """Return the layer in a directory; refuse another trainer's that reads the target's last state unnormed."""
+        layers = target.config.get_text_config(decoder=True).num_hidden_layers
+        network = read_eagle(place, input_embedding(target), layers)
+        if max(network.features) == layers and not (Path(place) / IDENTITY_FILE).exists():
+            raise PeftlabError(
+                f"{place}: reads the state that leaves the target's last layer, {layers}, before the final norm; here "
+                "drafts read it after the norm"
+            )
+        return network
 
     def write(self, directory: Path, *, architecture: str, tokens: int) -> None:
         """Write the layer, see ``write_eagle``."""

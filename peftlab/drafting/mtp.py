@@ -104,6 +104,7 @@ class MtpStep(nn.Module):
         self.network = network
         self.features, self.vocab_size = network.features, network.vocab_size
         self.ranks: RankRates | None = network.ranks
+        self.window: int | None = None
         if pack:
             pack_linears(network)
 

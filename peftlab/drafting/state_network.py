@@ -7,7 +7,7 @@ import json
 import shutil
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -18,7 +18,8 @@ from accelerate import PartialState
 from datasets import Dataset
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import LlamaConfig, PretrainedConfig, PreTrainedModel
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils import ModelOutput
 
 from peftlab.checkpoints.tensors import map_tensors, write_tensors
@@ -70,7 +71,10 @@ class NetworkShape:
         norm_before_fc: the target's states are normed together before ``fc``. fc_norm: each is normed on its own.
         norm_before_residual: the residual of the layer is the normed state, which attention reads, too.
         norm_output: the next row reads the output after the final norm, as the LM head does.
-        window: how many tokens the layer was trained to see; None: all.
+        window: how many tokens the layer sees, itself among them; None: all.
+        head_norms: queries and keys of each head are normed, as in a Qwen3.
+        rope: ``rope_parameters`` of transformers for angles that are scaled; None: they are theta's.
+        own_embedding: the embeddings are the network's own, not the target's.
     """
 
     vocab_size: int
@@ -88,6 +92,9 @@ class NetworkShape:
     fc_norm: bool = False
     norm_output: bool = False
     window: int | None = None
+    head_norms: bool = False
+    rope: dict[str, Json] | None = None
+    own_embedding: bool = False
 
 
 def default_features(layers: int) -> tuple[int, ...]:
@@ -205,8 +212,7 @@ class StateNetwork(nn.Module):
         self.tokens: Tensor | None
         self.angles: Tensor
         self.register_buffer("embedding", embedding.detach(), persistent=False)
-        halves = torch.arange(0, shape.head_dim, 2, device=embedding.device) / shape.head_dim
-        self.register_buffer("angles", shape.theta ** -halves.float(), persistent=False)
+        self.register_buffer("angles", rotary_angles(shape).to(embedding.device), persistent=False)
         self.register_buffer("tokens", None, persistent=False)
         self.draft_only(head, tokens)
 
@@ -290,6 +296,19 @@ class StateNetwork(nn.Module):
         """Return cosines and sines of the rotary angles, [b or 1, 1, n, D] each."""
         angles = (positions[:, None, :, None].float() * self.angles).repeat(1, 1, 1, 2)
         return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def rotary_angles(shape: NetworkShape) -> Tensor:
+    """Return the angle that each pair of numbers turns by from one position to the next, [D / 2]."""
+    if shape.rope is None:
+        return shape.theta ** -(torch.arange(0, shape.head_dim, 2) / shape.head_dim).float()
+    config = LlamaConfig(
+        hidden_size=shape.hidden_size, head_dim=shape.head_dim, num_attention_heads=shape.heads,
+        max_position_embeddings=shape.limit, rope_parameters=dict(shape.rope),
+    )  # fmt: skip
+    angles, factor = ROPE_INIT_FUNCTIONS[str(shape.rope["rope_type"])](config, torch.get_default_device())
+    assert factor == 1.0, "of the types that read_sizes takes, none scales cosines"
+    return angles
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -636,13 +655,13 @@ def drafted_tokens(tensors: dict[str, Tensor], drafted: int, vocabulary: int, di
 
 
 def layer_config(shape: NetworkShape, dtype: torch.dtype) -> dict[str, Json]:
-    """Return the configuration of a network's layer, as that of a Llama.
+    """Return the configuration of a network's layer, as that of a Llama, or of a Qwen3 if it has its norms of heads.
 
     Args:
         shape: sizes. dtype: of the stored weights.
     """
     layer: dict[str, Json] = {
-        "model_type": "llama",
+        "model_type": "qwen3" if shape.head_norms else "llama",
         "vocab_size": shape.vocab_size,
         "hidden_size": shape.hidden_size,
         "intermediate_size": shape.intermediate_size,
@@ -653,7 +672,7 @@ def layer_config(shape: NetworkShape, dtype: torch.dtype) -> dict[str, Json]:
         "hidden_act": "silu",
         "rms_norm_eps": shape.eps,
         "rope_theta": shape.theta,
-        "rope_parameters": {"rope_type": "default", "rope_theta": shape.theta},
+        "rope_parameters": shape.rope or {"rope_type": "default", "rope_theta": shape.theta},
         "max_position_embeddings": shape.limit,
         "attention_bias": False,
         "mlp_bias": False,
@@ -662,6 +681,8 @@ def layer_config(shape: NetworkShape, dtype: torch.dtype) -> dict[str, Json]:
     }
     if shape.window is not None:
         layer |= {"layer_types": ["sliding_attention"], "sliding_window": shape.window}
+        if shape.head_norms:  # without it the configuration of a Qwen3 forgets the window
+            layer["use_sliding_window"] = True
     return layer
 
 
@@ -708,12 +729,19 @@ def read_sizes(layer: dict[str, Json], file: Path) -> NetworkShape:
         or dim % 2
     ):
         raise PeftlabError(f"{file}: {', '.join(names)} are not those of a layer")
-    rope = layer.get("rope_parameters")
-    theta = (rope if isinstance(rope, dict) else layer).get("rope_theta", 10000.0)
+    rope = layer.get("rope_parameters", layer.get("rope_scaling"))
+    rope = rope if isinstance(rope, dict) else {}
+    theta = rope.get("rope_theta", layer.get("rope_theta", 10000.0))
     eps, limit = layer.get("rms_norm_eps", 1e-6), layer.get("max_position_embeddings", 2048)
     if not isinstance(theta, float | int) or not isinstance(eps, float | int) or not isinstance(limit, int):
         raise PeftlabError(f"{file}: rope_theta, rms_norm_eps and max_position_embeddings must be numbers")
-    return NetworkShape(v, width, between, heads, kv_heads, dim, float(eps), float(theta), limit, features=())
+    if (kind := rope.get("rope_type", rope.get("type", "default"))) not in ("default", "linear", "llama3"):
+        raise PeftlabError(f"{file}: rope_type {kind!r}; a layer's angles may be default, linear or llama3")
+    if (activation := layer.get("hidden_act", "silu")) != "silu":
+        raise PeftlabError(f"{file}: hidden_act {activation!r}; a layer's is silu")
+    scaled = None if kind == "default" else rope | {"rope_type": kind, "rope_theta": float(theta)}
+    sizes = NetworkShape(v, width, between, heads, kv_heads, dim, float(eps), float(theta), limit, features=())
+    return replace(sizes, head_norms=layer.get("model_type") == "qwen3", rope=scaled)
 
 
 def check_embedding(shape: NetworkShape, embedding: Tensor, directory: Path) -> None:
@@ -892,8 +920,6 @@ class StateKind(DraftKind[StateT]):
         network = cls.read(place, target).to(target.device)
         network.parts_to(loader.draft_dtype)
         cls.check_layers(place, network, target.config.get_text_config(decoder=True).num_hidden_layers)
-        if network.shape.window is not None:
-            warnings += (f"{place}: trained to see the last {network.shape.window} tokens; here the layer sees all",)
         size = sum(parameter.numel() for parameter in network.parameters())
         step = cls.step(network, loader.pack)
         return loader.pair(size, network=step, features=network.features, warnings=warnings)
