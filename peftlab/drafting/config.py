@@ -73,6 +73,11 @@ class DraftData(Section):
     held_out: int = Field(
         default=16, ge=1, description="Prompts (the last) or newest requests kept for measuring acceptance."
     )
+    max_train_examples: int | None = Field(
+        default=None,
+        ge=1,
+        description="Train on only this many of the examples, drawn with seed; the held-out ones stay the same.",
+    )
     on_policy: float = Field(
         default=0.0,
         ge=0,
@@ -91,7 +96,7 @@ class DraftData(Section):
     cache: str | None = Field(
         default=None, description="Directory of written data sets; null: draft-data beside output_dir."
     )
-    seed: Seed = Field(default=0, description="Seed of the target's sampling.")
+    seed: Seed = Field(default=0, description="Seed of the target's sampling and of max_train_examples.")
     endpoint: str | None = Field(
         default=None,
         description="An OpenAI-compatible server that serves the target and writes the text, http://HOST:PORT/v1; "

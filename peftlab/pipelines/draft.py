@@ -67,6 +67,7 @@ from peftlab.recipe.load import dump_recipe
 from peftlab.recipe.schema import DraftRecipe, injected_method
 from peftlab.registry import resolve
 from peftlab.reporting.facts import trainable_line
+from peftlab.tasks.batches import seeded_subset
 from peftlab.tasks.problem import Scores, TrainingProblem
 from peftlab.tasks.prompts import Request, read_conversations, read_prompt_ids, read_requests
 from peftlab.training.distributed import check_trackers, make_accelerator
@@ -475,6 +476,9 @@ def make_sets(
             train, teachers = train + mine, teachers + [number] * len(mine)
             held[f"prompts, {reference}"] = _without_dropped(written[-data.held_out * data.samples :], None)
             writers[f"prompts, {reference}"] = number
+        some = seeded_subset(len(train), data.max_train_examples, data.seed)
+        if some is not None:
+            train, teachers = [train[i] for i in some], [teachers[i] for i in some]
         stored = stored_topk(targets[0], train, data.top_k, cache) if data.top_k is not None else None
     digest = sha256(json.dumps([[r.prompt, r.response] for r in train]).encode()).hexdigest()
     prompts = [*text.prompts[-data.held_out :]] if text.prompts else [r.prompt for r in held["requests"]]

@@ -110,8 +110,11 @@ class TestRun:
         before = sorted((place / "draft-data").glob("*/*"))
         stamps = [path.stat().st_mtime_ns for path in before]
         overrides = [f"output_dir={place / 'again'}", "train.max_steps=2", "train.eval_every=2"]
-        run_recipe(load_recipe(run / "recipe.yaml", overrides))
+        run_recipe(load_recipe(run / "recipe.yaml", [*overrides, "data.max_train_examples=3"]))
         assert stamps == [path.stat().st_mtime_ns for path in before]
+        whole, some = results_of(run), results_of(place / "again")
+        assert whole["train_examples"] > some["train_examples"] == 3
+        assert whole["held_out"]["text"] == some["held_out"]["text"]
 
     @pytest.mark.long
     def test_at_a_url_it_resumes_on_another_machine(
