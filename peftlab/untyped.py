@@ -33,6 +33,9 @@ Unpickled: TypeAlias = Any
 Converter: TypeAlias = Any
 """One of transformers' weight converters: its methods take tensors too, where their annotations want futures."""
 
+TokenizerJson: TypeAlias = dict[str, Any]
+"""A tokenizer.json: what each of its sections contains depends on the types that they name."""
+
 LoadedKeys: TypeAlias = Any
 """The missing and unexpected keys that peft's loading returns: its annotation, ``namedtuple``, is not a type."""
 

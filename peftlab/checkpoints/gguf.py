@@ -2,17 +2,15 @@
 
 A GGUF file is a header, fields (what a configuration and a tokenizer say elsewhere), the names, shapes and types of
 its tensors, and their data. ``ARCHITECTURES`` says by class of transformers what llama.cpp calls the model and how it
-wants its weights; ``GgufModel`` makes the fields of a model's configuration and tokenizer; ``GgufFile`` takes the
-tensors of a merge in any order, as ``OutputFile`` does, and stores each in its type by the quantisers of the ``gguf``
-package. Formulas and names are llama.cpp's; a test runs each row of the table in the engine.
+wants its weights; ``GgufModel`` makes the fields of a model's configuration, ``gguf_tokenizer`` those of its tokenizer;
+``GgufFile`` takes the tensors of a merge in any order, as ``OutputFile`` does, and stores each in its type by the
+quantisers of the ``gguf`` package. Formulas and names are llama.cpp's; a test runs each row of the table in the engine.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import os
-import re
 import struct
 import threading
 from collections import Counter
@@ -26,13 +24,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from peftlab.checkpoints.gguf_tokenizer import Fields, tokenizer_fields
 from peftlab.checkpoints.tensors import DTYPES, NAMES, Copy, Entry, Job, OutputFile, Shard, open_binary
 from peftlab.errors import PeftlabError, did_you_mean, reason
-from peftlab.files import Json
-from peftlab.models.load import load_tokenizer
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PretrainedConfig, PreTrainedModel
 
 TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1")
 KEEP = "keep"
@@ -41,9 +38,6 @@ _FILE_TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8, "
 _ALIGNMENT = 32  # of each tensor's data; the format's default
 _STEP = 1 << 20  # weights quantised at a time
 _BYTES_OF_BASE = "U8"  # the dtype of a tensor that is copied from a GGUF base, whatever its type
-
-Fields = dict[str, object]
-"""A model's fields without the architecture's name before them: integers, numbers, texts, truth values, lists."""
 
 
 def gguf_type(name: str) -> str:
@@ -265,10 +259,7 @@ def _rope(config: PretrainedConfig) -> tuple[Fields, dict[str, Tensor]]:
         return fields | _yarn(rope, config.max_position_embeddings), {}
     plain = 1.0 / float(rope["rope_theta"]) ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
     if kind == "llama3":
-        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-        scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
-        return fields, {"rope_freqs.weight": plain / scaled}
+        return fields, {"rope_freqs.weight": plain / _llama3(plain, rope)}
     if kind == "longrope" and type(config).__name__ == "Phi3Config":
         original = rope.get("original_max_position_embeddings") or config.max_position_embeddings
         scale = config.max_position_embeddings / original
@@ -283,8 +274,24 @@ def _rope(config: PretrainedConfig) -> tuple[Fields, dict[str, Tensor]]:
     )
 
 
+def _llama3(plain: Tensor, rope: Mapping[str, float]) -> Tensor:
+    """Return the frequencies of rotary positions as Llama 3.1 scales them: low ones by ``factor``, high ones not, those
+    between by something between; by the operations of transformers in their order.
+
+    Args:
+        plain: the frequencies before. rope: the settings.
+    """
+    factor, low, high = rope["factor"], rope["low_freq_factor"], rope["high_freq_factor"]
+    context = rope["original_max_position_embeddings"]
+    length = 2 * math.pi / plain
+    scaled = torch.where(length > context / low, plain / factor, plain)
+    smooth = (context / length - low) / (high - low)
+    between = ~(length < context / high) * ~(length > context / low)
+    return torch.where(between, (1 - smooth) * scaled / factor + smooth * scaled, scaled)
+
+
 def _yarn(rope: Mapping[str, float], context: int) -> Fields:
-    known = {"rope_type", "rope_theta", "factor", "original_max_position_embeddings", "beta_fast", "beta_slow"}
+    known = {"rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings", "beta_fast", "beta_slow"}
     known |= {"partial_rotary_factor", "truncate"}
     factor = float(rope["factor"])
     if unknown := sorted(key for key in rope.keys() - known if rope[key] is not None):
@@ -299,195 +306,6 @@ def _yarn(rope: Mapping[str, float], context: int) -> Fields:
         "rope.scaling.original_context_length": int(rope.get("original_max_position_embeddings") or context),
         "rope.scaling.yarn_beta_fast": float(rope.get("beta_fast") or 32.0),
         "rope.scaling.yarn_beta_slow": float(rope.get("beta_slow") or 1.0),
-    }
-
-
-# Tokenizers. llama.cpp knows how a tokenizer splits text by a name; what splits so is read from its tokenizer.json.
-
-_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_CASED_REST = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_WORD = r"[^\r\n\p{L}\p{N}]?"
-_BYTES, _BYTES_ALONE = ("ByteLevel", True), ("ByteLevel", False)
-# The steps of the pre-tokenizer, and whether a word that is a token is not merged, -> llama.cpp's name.
-_PRE_TOKENIZERS: dict[tuple[tuple[object, ...], bool], str] = {
-    ((_BYTES,), False): "gpt-2",
-    ((("Digits", True), _BYTES), False): "smollm",
-    ((("Split", rf"{_CONTRACTIONS}|{_WORD}\p{{L}}+|\p{{N}}{{1,3}}|{_REST}"), _BYTES_ALONE), True): "llama-bpe",
-    ((("Split", rf"{_CONTRACTIONS}|{_WORD}\p{{L}}+|\p{{N}}{{1,3}}|{_REST}"), _BYTES_ALONE), False): "dbrx",
-    ((("Split", rf"{_CONTRACTIONS}|{_WORD}\p{{L}}+|\p{{N}}|{_REST}"), _BYTES_ALONE), False): "qwen2",
-    ((
-        ("Split", rf"{_WORD}{_UPPER}*{_LOWER}+|{_WORD}{_UPPER}+{_LOWER}*|\p{{N}}|{_CASED_REST}"),
-        _BYTES_ALONE,
-    ), True): "tekken",
-    ((
-        (
-            "Split",
-            rf"{_WORD}{_UPPER}*{_LOWER}+{_CONTRACTIONS}?|{_WORD}{_UPPER}+{_LOWER}*{_CONTRACTIONS}?|"
-            rf"\p{{N}}{{1,3}}|{_CASED_REST}",
-        ),
-        _BYTES_ALONE,
-    ), False): "gpt-4o",
-}  # fmt: skip
-_NORMAL, _UNKNOWN, _CONTROL, _USER, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6  # types of tokens
-_BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
-
-
-@dataclass(frozen=True)
-class Tokens:
-    """A tokenizer as GGUF has it: fields with their full names, and notes on what the engine does otherwise."""
-
-    fields: Fields
-    notes: list[str]
-
-
-def tokenizer_fields(directory: Path, size: int) -> Tokens:
-    """Return the tokenizer of a model directory, with ``size`` tokens: those without a text are unused."""
-    try:
-        tokenizer = load_tokenizer(str(directory))
-    except PeftlabError as error:
-        raise PeftlabError(f"a GGUF file contains its tokenizer, and the model has none that loads: {error}") from None
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        raise PeftlabError(f"{type(tokenizer).__name__} has no tokenizer.json, which a GGUF file is made from")
-    raw = json.loads(backend.to_str())
-    model, vocabulary = raw["model"], tokenizer.get_vocab()
-    if max(vocabulary.values()) >= size:
-        raise PeftlabError(
-            f"the tokenizer has {max(vocabulary.values()) + 1} tokens, the model's embedding {size} rows: a GGUF file "
-            "has one row for each token"
-        )
-    if model["type"] != "BPE":
-        raise PeftlabError(f"a tokenizer of type {model['type']} cannot be written as a GGUF file: only BPE is known")
-    texts = [f"[PAD{index}]" for index in range(size)]
-    types = [_UNUSED] * size
-    for text, index in vocabulary.items():
-        texts[index], types[index] = text, _NORMAL
-    for token in raw["added_tokens"]:
-        types[token["id"]] = _CONTROL if token["special"] else _USER
-    merges = [merge.split(" ") if isinstance(merge, str) else list(merge) for merge in model["merges"]]
-    notes: list[str] = []
-    if model.get("byte_fallback"):
-        fields = _sentencepiece(raw, tokenizer, texts, types, merges, notes)
-    else:
-        fields = _byte_level(raw, merges, notes)
-    fields |= {"tokenizer.ggml.tokens": texts, "tokenizer.ggml.token_type": types}
-    for name in ("bos", "eos", "unk", "sep", "pad"):
-        if (special := getattr(tokenizer, f"{name}_token_id", None)) is not None:
-            key = {"unk": "unknown", "sep": "seperator", "pad": "padding"}.get(name, name)  # the format's spelling
-            fields[f"tokenizer.ggml.{key}_token_id"] = special
-    fields |= _ends(directory, tokenizer)
-    ids = tokenizer("a")["input_ids"]
-    fields["tokenizer.ggml.add_bos_token"] = bool(ids) and ids[0] == tokenizer.bos_token_id
-    fields["tokenizer.ggml.add_eos_token"] = len(ids) > 1 and ids[-1] == tokenizer.eos_token_id
-    template = tokenizer.chat_template
-    if isinstance(template, dict):
-        others = {name: text for name, text in template.items() if name != "default"}
-        fields |= {f"tokenizer.chat_template.{name}": text for name, text in others.items()}
-        fields |= {"tokenizer.chat_templates": list(others)} if others else {}
-        template = template.get("default")
-    if template:
-        fields["tokenizer.chat_template"] = template
-    return Tokens(fields, notes)
-
-
-def _ends(directory: Path, tokenizer: PreTrainedTokenizerBase) -> Fields:
-    """Return the field of a second token that ends an answer, as chat models have in their generation_config.json."""
-    file = directory / "generation_config.json"
-    named = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id") if file.is_file() else None
-    others = [index for index in named if index != tokenizer.eos_token_id] if isinstance(named, list) else []
-    return {"tokenizer.ggml.eot_token_id": others[0]} if others else {}
-
-
-def _parts(step: dict[str, Json] | None, several: str) -> list[dict[str, Json]]:
-    """Return the steps of a normalizer or pre-tokenizer of tokenizer.json, of which several may be a ``Sequence``."""
-    if step is None:
-        return []
-    inner = step.get(several) if step["type"] == "Sequence" else [step]
-    return [part for part in inner if isinstance(part, dict)] if isinstance(inner, list) else []
-
-
-def _byte_level(raw: dict[str, dict[str, Json]], merges: list[list[str]], notes: list[str]) -> Fields:
-    """Return the fields of a byte-level BPE tokenizer."""
-    steps: list[object] = []
-    for part in _parts(raw["pre_tokenizer"], "pretokenizers"):
-        kind, pattern = part["type"], part.get("pattern")
-        if kind == "ByteLevel" and not part["add_prefix_space"]:
-            steps.append((kind, part.get("use_regex", True)))
-        elif kind == "Digits":
-            steps.append((kind, part["individual_digits"]))
-        elif kind == "Split" and isinstance(pattern, dict) and part["behavior"] == "Isolated" and not part["invert"]:
-            steps.append((kind, pattern.get("Regex")))
-        else:
-            steps.append(json.dumps(part))
-    name = _PRE_TOKENIZERS.get((tuple(steps), bool(raw["model"].get("ignore_merges"))))
-    if not merges and raw["pre_tokenizer"] and steps[-1:] in ([_BYTES], [_BYTES_ALONE]):
-        name = "gpt-2"  # each byte is a token, however text is split first
-    if name is None:
-        raise PeftlabError(
-            f"the tokenizer splits text by {json.dumps(raw['pre_tokenizer'])}, for which llama.cpp's name is not known "
-            f"here; known are {', '.join(_PRE_TOKENIZERS.values())}"
-        )
-    for part in _parts(raw["normalizer"], "normalizers"):
-        if part["type"] != "NFC":
-            raise PeftlabError(f"the tokenizer's normalizer {part['type']} cannot be expressed in a GGUF file")
-        notes.append("llama.cpp does not normalise text to NFC as this tokenizer does: send it normalised text")
-    joined = [" ".join(part.replace(" ", "\u0120") for part in pair) for pair in merges]
-    return {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": name, "tokenizer.ggml.merges": joined}
-
-
-def _sentencepiece(
-    raw: dict[str, dict[str, Json]],
-    tokenizer: PreTrainedTokenizerBase,
-    texts: list[str],
-    types: list[int],
-    merges: list[list[str]],
-    notes: list[str],
-) -> Fields:
-    """Return the fields of a SentencePiece tokenizer; mark its unknown token and its bytes in ``types``.
-
-    Where tokenizer.json merges pairs in an order, SentencePiece merges the pair whose result has the highest score:
-    minus the rank of the first merge that makes it.
-    """
-    prefix, spaces = False, False
-    for part in [*_parts(raw["normalizer"], "normalizers"), *_parts(raw["pre_tokenizer"], "pretokenizers")]:
-        kind, pattern = part["type"], part.get("pattern")
-        if kind == "Prepend" and part["prepend"] == "\u2581":
-            prefix = True
-        elif kind == "Metaspace" and part.get("replacement") == "\u2581":
-            prefix, spaces = part.get("prepend_scheme", "always") != "never", True
-        elif kind == "Replace" and pattern == {"String": " "} and part["content"] == "\u2581":
-            spaces = True
-        elif not (kind == "Split" and pattern == {"String": " "} and spaces):  # there are none left to split at
-            raise PeftlabError(f"the tokenizer's step {json.dumps(part)} cannot be expressed in a GGUF file")
-    if not spaces:
-        raise PeftlabError("the tokenizer does not write spaces as \u2581, as SentencePiece does")
-    ranks: dict[str, int] = {}
-    for rank, (left, right) in enumerate(merges):
-        ranks.setdefault(left + right, rank)
-    known, pairs = set(texts), {(left, right) for left, right in merges}
-    splits = ((text[:at], text[at:]) for text in ranks for at in range(1, len(text)))
-    lacking = [pair for pair in splits if pair[0] in known and pair[1] in known and pair not in pairs]
-    if lacking:
-        notes.append(
-            f"llama.cpp merges any two tokens that make a third; tokenizer.json does not merge {len(lacking)} such "
-            f"pairs, {lacking[0]} for one: some texts may be split otherwise"
-        )
-    for index, text in enumerate(texts):
-        if index == tokenizer.unk_token_id:
-            types[index] = _UNKNOWN
-        elif types[index] == _NORMAL and _BYTE_TOKEN.fullmatch(text):
-            types[index] = _BYTE
-    scores = [
-        float(-ranks.get(text, len(merges))) if kind == _NORMAL else 0.0
-        for text, kind in zip(texts, types, strict=True)
-    ]
-    return {
-        "tokenizer.ggml.model": "llama",
-        "tokenizer.ggml.pre": "default",
-        "tokenizer.ggml.scores": scores,
-        "tokenizer.ggml.add_space_prefix": prefix,
     }
 
 

@@ -54,7 +54,7 @@ from peftlab.files import (
     write_text,
 )
 from peftlab.methods.config import METHODS
-from peftlab.models.architectures import PlainModel, decoder, inside
+from peftlab.models.architectures import PlainModel, decoder, decoder_config, inside
 from peftlab.models.config import base_directory, find_model, model_place, refuse_gated
 from peftlab.models.load import check_directory, load_config, load_tokenizer, places
 from peftlab.references import upload
@@ -243,7 +243,8 @@ class _GgufWriting:
     ) -> None:
         self.plan, self.options = plan, options
         architecture_of(type(plan.model).__name__)  # an unknown class is named before its configuration is read
-        self.model = GgufModel(load_config(str(described)), type(plan.model).__name__)
+        config = decoder_config(plan.model) or load_config(str(described))
+        self.model = GgufModel(config, type(plan.model).__name__)
         self.base = None if base is None else GgufBase(base)
         targets = [target for each in plan.files.values() for target in each]
         changed = {

@@ -16,7 +16,7 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import SimpleNamespace
+from types import NoneType, SimpleNamespace
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,7 +27,7 @@ from peftlab.files import Json
 from peftlab.untyped import Attributes, Function
 
 if TYPE_CHECKING:
-    from transformers import BloomConfig, GPTNeoXConfig, Phi3Config, PreTrainedModel
+    from transformers import BloomConfig, GPTNeoXConfig, Phi3Config, PretrainedConfig, PreTrainedModel
     from transformers import PreTrainedModel as _Model  # of which this is the part that a plan asks for
 else:
     _Model = nn.Module
@@ -328,6 +328,7 @@ class _Decoder:
         biases: of the four projections of attention: their names, or the setting that gives all four a bias.
         mlp_bias: whether the setting of that name is read. head_norms: whether queries and keys are normalised.
         head_dim: whether the configuration must state ``head_dim``; else the width over the heads is its default.
+        window: the setting of a sliding window, or the one that turns it on.
     """
 
     kind: str
@@ -335,13 +336,16 @@ class _Decoder:
     mlp_bias: bool = False
     head_norms: bool = False
     head_dim: bool = False
+    window: str = ""
 
 
 DECODERS = {
     "LlamaForCausalLM": _Decoder("llama", "attention_bias", mlp_bias=True),
-    "MistralForCausalLM": _Decoder("mistral"),
-    "Qwen2ForCausalLM": _Decoder("qwen2", ("q_proj", "k_proj", "v_proj")),
-    "Qwen3ForCausalLM": _Decoder("qwen3", "attention_bias", head_norms=True, head_dim=True),
+    "MistralForCausalLM": _Decoder("mistral", window="sliding_window"),
+    "Qwen2ForCausalLM": _Decoder("qwen2", ("q_proj", "k_proj", "v_proj"), window="use_sliding_window"),
+    "Qwen3ForCausalLM": _Decoder(
+        "qwen3", "attention_bias", head_norms=True, head_dim=True, window="use_sliding_window"
+    ),
 }
 
 
@@ -437,6 +441,44 @@ def decoder(config: Mapping[str, Json]) -> str:
     """Return the class in ``DECODERS`` that a ``config.json`` names; "" for another one, for code of its own beside
     it, and for weights that are stored quantised."""
     return _named(config, DECODERS)
+
+
+# What rotary positions of each type must state.
+_ROTARY = {
+    "default": (),
+    "linear": ("factor",),
+    "yarn": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+}
+
+
+def decoder_config(model: PreTrainedModel) -> PretrainedConfig | None:
+    """Return the configuration of a plain decoder as its class of transformers would have it: with the rotary settings
+    in one place and the window that is on.
+
+    None for another model, and where a setting is missing, whose default is the class's, or odd.
+    """
+    if not isinstance(model, PlainModel) or type(model).__name__ not in DECODERS:
+        return None
+    values, row = vars(model.config), DECODERS[type(model).__name__]
+    if type(values.get("max_position_embeddings")) is not int or type(values.get("rms_norm_eps")) is not float:
+        return None
+    rope = values.get("rope_scaling") or values.get("rope_parameters") or {}
+    if not isinstance(rope, dict) or {"partial_rotary_factor", "original_max_position_embeddings"} & values.keys():
+        return None
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    rope = {"rope_theta": values.get("rope_theta"), **rope, "rope_type": kind}
+    if kind in ("llama3", "yarn"):
+        rope = {"original_max_position_embeddings": values["max_position_embeddings"], **rope}
+    if kind not in _ROTARY or any(type(rope.get(k)) not in (int, float) for k in ("rope_theta", *_ROTARY[kind])):
+        return None
+    window = values.get("sliding_window")
+    if row.window and (row.window not in values or type(window) not in (int, NoneType)):
+        return None
+    config = copy.copy(model.config)
+    windowed = row.window == "sliding_window" or values.get(row.window)
+    vars(config).update(rope_parameters=rope, sliding_window=window if windowed else None)
+    return config
 
 
 def _named(config: Mapping[str, Json], rows: Mapping[str, _Decoder] | Mapping[str, _Encoder]) -> str:

@@ -7,19 +7,24 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import transformers
+from transformers import AutoConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import peftlab
 from peftlab.checkpoints import gguf as writer
+from peftlab.checkpoints import gguf_tokenizer
 from peftlab.checkpoints.gguf import load_values
 from peftlab.checkpoints.merge import merge_checkpoint
 from peftlab.checkpoints.merge_plan import MergeOptions
 from peftlab.checkpoints.tensors import OutputFile
 from peftlab.errors import PeftlabError
+from peftlab.models.architectures import decoder_config, plain_model
 from peftlab.pipelines.merge import run_merge
 from tests.command_line import invoke
 from tests.gguf_models import MODELS, tokenizer, write_adapter, write_model
@@ -145,6 +150,90 @@ def test_byte_level_tokenizers_are_named_by_how_they_split(name: str, tmp_path: 
     assert found["tokenizer.ggml.add_bos_token"] is (name == "llama3")
     if name == "qwen2":  # rows without a token
         assert found["tokenizer.ggml.token_type"][-13:] == [5] * 13
+
+
+@pytest.mark.parametrize(
+    ("model_type", "kind", "settings", "read"),
+    [
+        ("llama", "spm", {"tokenizer_class": "LlamaTokenizer"}, True),
+        ("llama", "spm", {"tokenizer_class": "LlamaTokenizerFast", "pad_token": "</s>"}, True),
+        ("llama", "spm", {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": None}, True),
+        ("llama", "spm", {"tokenizer_class": "LlamaTokenizer", "add_prefix_space": False}, False),
+        ("llama", "spm", {"tokenizer_class": None}, False),
+        ("llama", "spm", {"pad_token": "<pad>"}, False),
+        ("llama", "spm", {"extra_special_tokens": ["</s>"], "chat_template": "other"}, True),
+        ("llama", "spm", {"extra_special_tokens": ["<more>"]}, False),
+        ("llama", "llama-bpe", {"tokenizer_class": "LlamaTokenizer"}, True),
+        ("llama", "smollm", {"tokenizer_class": "GPT2Tokenizer"}, True),
+        ("llama", "spm", {"tokenizer_class": "GemmaTokenizer"}, False),
+        ("mistral", "spm", {"tokenizer_class": "LlamaTokenizer"}, True),
+        ("qwen2", "qwen2", {"tokenizer_class": "PreTrainedTokenizerFast"}, True),
+        ("qwen3", "qwen2", {"tokenizer_class": "Qwen2Tokenizer", "bos_token": None, "unk_token": None}, True),
+        ("qwen3", "qwen2", {"tokenizer_class": "TokenizersBackend"}, True),
+        ("gemma", "spm", {}, False),
+    ],
+)
+@pytest.mark.parametrize("stated", [False, True])
+def test_tokenizers_are_read_as_transformers_loads_them(
+    model_type: str, kind: str, settings: dict[str, object], read: bool, stated: bool, tmp_path: Path, monkeypatch: Any
+) -> None:
+    """The fields are the same with and without transformers; ``stated``: added tokens in the configuration too."""
+    tokenizer(kind).save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    file = tmp_path / "tokenizer_config.json"
+    values = json.loads(file.read_text()) | settings
+    if stated:
+        added = json.loads((tmp_path / "tokenizer.json").read_text())["added_tokens"]
+        values["added_tokens_decoder"] = {str(each.pop("id")): each for each in added}
+        values["add_bos_token"] = False  # which tokenizer.json overrides
+    file.write_text(json.dumps({key: value for key, value in values.items() if key != "tokenizer_class" or value}))
+    assert (gguf_tokenizer._read(tmp_path) is not None) == read
+    found = gguf_tokenizer.tokenizer_fields(tmp_path, 600)
+    monkeypatch.setattr(gguf_tokenizer, "_read", lambda directory: None)
+    assert found == gguf_tokenizer.tokenizer_fields(tmp_path, 600)
+
+
+OLD = {"rope_parameters": None, "rope_theta": 50_000}
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "read"),
+    [
+        ("llama", OLD, True),
+        ("llama", OLD | {"rope_scaling": {"type": "linear", "factor": 2.0}, "head_dim": None}, True),
+        ("llama", OLD | {"rope_scaling": {"rope_type": "llama3", **LLAMA3}}, True),
+        ("llama", OLD | {"rope_scaling": {"type": "yarn", "factor": 4.0}}, True),
+        ("llama", {"rms_norm_eps": None}, False),
+        ("llama", {"rope_parameters": None}, False),
+        ("mistral", {"sliding_window": 100}, True),
+        ("mistral", {"sliding_window": None}, False),
+        ("qwen2", {"sliding_window": 100}, True),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 100}, True),
+        ("qwen3", {}, True),
+    ],
+)
+def test_configurations_are_read_as_transformers_reads_them(
+    name: str, settings: dict[str, object], read: bool, tmp_path: Path
+) -> None:
+    write_model(name, tmp_path)  # None: left out
+    file = tmp_path / "config.json"
+    values = json.loads(file.read_text()) | settings
+    values = {key: value for key, value in values.items() if key not in settings or value is not None}
+    file.write_text(json.dumps(values))
+    model = plain_model(values)
+    config = decoder_config(model)
+    assert model is not None and (config is not None) == read
+    if config is not None:
+        made, by_class = (
+            writer.GgufModel(each, type(model).__name__) for each in (config, AutoConfig.from_pretrained(tmp_path))
+        )
+        assert (made.fields, made.notes) == (by_class.fields, by_class.notes)
+        assert made.extra.keys() == by_class.extra.keys()
+    if "low_freq_factor" in str(settings):
+        exact, _ = ROPE_INIT_FUNCTIONS["llama3"](AutoConfig.from_pretrained(tmp_path), torch.device("cpu"))
+        plain = 1.0 / 50_000.0 ** (torch.arange(0, 16, 2, dtype=torch.float32) / 16)
+        assert torch.equal(made.extra["rope_freqs.weight"], plain / exact)
 
 
 def test_a_gguf_base_keeps_its_types_and_its_bytes(tmp_path: Path) -> None:

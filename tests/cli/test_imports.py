@@ -17,6 +17,7 @@ from peftlab.checkpoints.adapter import save_adapter
 from peftlab.cli.app import app
 from peftlab.methods.inject import inject_lora
 from tests.distribution import write_distribution
+from tests.gguf_models import tokenizer
 from tests.reporting.run_directory import write_run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -73,8 +74,10 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("decoder")
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, vocab_size=40))
+    tokens = tokenizer("spm")
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, vocab_size=len(tokens)))
     model.save_pretrained(place / "base")
+    tokens.save_pretrained(place / "base")
     save_adapter(inject_lora(model, r=2), place / "adapter", base=str(place / "base"))
     transformers.BertModel(transformers.BertConfig(**sizes, vocab_size=40)).save_pretrained(place / "encoder")
     write_run(place / "run")
@@ -95,6 +98,7 @@ COUNTS = {
     "inspect base": ("torch numpy", 250),
     "inspect encoder": ("torch numpy", 250),
     "merge adapter -o merged": ("torch numpy", 250),
+    "merge adapter -o merged.gguf": ("torch numpy", 250),
     "unmerge merged -o again": ("torch numpy", 210),
 }
 
