@@ -24,6 +24,7 @@ LAYERS = (
         "remote",
         "untyped",
         "environment",
+        "progress",
     ),
     ("models",),
     ("methods",),

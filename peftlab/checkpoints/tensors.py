@@ -27,6 +27,7 @@ from torch import Tensor
 
 from peftlab.errors import PeftlabError, reason
 from peftlab.files import Json, open_regular, parse_json, read_object
+from peftlab.progress import counted
 from peftlab.untyped import Unpickled
 
 MAX_HEADER = 100_000_000  # bytes; the format's own limit
@@ -617,7 +618,8 @@ def run(jobs: Iterable[Job | Copy], budget: int) -> None:
     with ThreadPoolExecutor(1) as flusher:
         workers = ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,))
         try:
-            for done in [workers.submit(work, job) for job in jobs]:
+            submitted = [workers.submit(work, job) for job in jobs]
+            for done in counted(submitted, "writing the weights", len(submitted), "tensor"):
                 done.result()
         finally:
             workers.shutdown(cancel_futures=True)

@@ -308,9 +308,9 @@ def predict(
 ) -> object:
     """Label the rows of a file, with the probability of every class."""
     from peftlab.pipelines.predict import STREAM, predict_file
-    from peftlab.reporting.console import row_counter
+    from peftlab.progress import Phase
 
-    with row_counter() as on_rows:
+    with Phase("labelling", unit="row") as phase:
         found = predict_file(
             reference,
             source,
@@ -320,7 +320,7 @@ def predict(
             overrides or [],
             overwrite=overwrite,
             device=device,
-            on_rows=on_rows,
+            on_rows=phase.advance,
         )
     if out != STREAM:
         show(f"predictions: {out} ({len(found.answers):,} rows)")
@@ -547,6 +547,8 @@ def main() -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     if not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+        os.environ.setdefault("TQDM_DISABLE", "1")
+    os.environ.setdefault("TQDM_LEAVE", "")  # on a terminal, a bar goes when it is full
     # The interpreter's last collections would look at all of torch's objects once more, which takes half a second.
     atexit.register(gc.freeze)
     quiet_libraries()

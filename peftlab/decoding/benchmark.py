@@ -60,6 +60,7 @@ from peftlab.decoding.measurements import (
 from peftlab.decoding.sampling import TRAVERSAL, LossyRule, Sampling, Verifier
 from peftlab.environment import describe_cpu
 from peftlab.errors import PeftlabError
+from peftlab.progress import counted
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -383,18 +384,19 @@ def _time_contenders(
     """
     records = {name: _Record([[] for _ in batches], []) for name in contenders}
     names = list(contenders)
-    for repeat in range(repeats):
-        decoders = {name: make() for name, make in contenders.items()}
-        for record in records.values():
-            record.outputs = []
-        for i, batch in enumerate(batches):
-            turn = (i + repeat) % len(names)
-            for name in names[turn:] + names[:turn]:
-                before, began = target.seconds, time.perf_counter()
-                outputs = decoders[name](batch)
-                records[name].seconds[i].append(time.perf_counter() - began)
-                records[name].target_seconds += target.seconds - before
-                records[name].outputs += outputs
+    passes = [(repeat, i) for repeat in range(repeats) for i in range(len(batches))]
+    for repeat, i in counted(passes, f"decoding by {', '.join(names)} in turn", len(passes), "batch"):
+        if i == 0:
+            decoders = {name: make() for name, make in contenders.items()}
+            for record in records.values():
+                record.outputs = []
+        turn = (i + repeat) % len(names)
+        for name in names[turn:] + names[:turn]:
+            before, began = target.seconds, time.perf_counter()
+            outputs = decoders[name](batches[i])
+            records[name].seconds[i].append(time.perf_counter() - began)
+            records[name].target_seconds += target.seconds - before
+            records[name].outputs += outputs
     return records
 
 

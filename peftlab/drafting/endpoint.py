@@ -30,6 +30,7 @@ from peftlab.drafting.target import frozen_hidden, head_weight
 from peftlab.drafting.text import WritingSettings, weights_digest
 from peftlab.errors import PeftlabError, did_you_mean, reason
 from peftlab.files import LOCK, Json, locked, parse_json, read_text, typed_value, write_errors, write_json
+from peftlab.progress import counted
 from peftlab.tasks.conversations import Message
 from peftlab.tasks.data import is_unicode
 from peftlab.tasks.prompts import Request
@@ -564,7 +565,7 @@ def _complete(
     missing = [row for row in range(len(jobs)) if row not in answers]
     if not missing:
         return answers
-    print(f"text by {model} at {data.endpoint}: {len(answers)} of {len(jobs)} answers are stored", flush=True)
+    print(f"text by {model} at {data.endpoint}: {len(answers)} of {len(jobs)} answers are stored")
     server = Server(data)
 
     def ask(row: int, form: RequestForm, attempts: int = ATTEMPTS) -> Reply | None:
@@ -587,11 +588,10 @@ def _complete(
             answers[row] = _answer(target, jobs[row].ids, writing.max_new_tokens, taken, reply)
             with write_errors(path):
                 file.write(answer_line(row, answers[row]))
-            if len(answers) % math.ceil(len(jobs) / 10) == 0:
-                print(f"{len(answers)} of {len(jobs)} answers", flush=True)
 
         store(first, reply)
-        for row, reply in _ask_concurrently(lambda row: ask(row, taken), others, data.concurrency):
+        replies = _ask_concurrently(lambda row: ask(row, taken), others, data.concurrency)
+        for row, reply in counted(replies, f"writing text by {model}", len(others), "answer"):
             store(row, reply)
         os.fsync(file.fileno())
     return answers

@@ -27,6 +27,7 @@ from peftlab.drafting.target import layer_stack, truncate
 from peftlab.drafting.text import Collate, weights_digest, write_missing
 from peftlab.errors import PeftlabError
 from peftlab.files import Json, replacing
+from peftlab.progress import counted
 from peftlab.registry import Section
 from peftlab.training.order import epoch_batches
 
@@ -61,7 +62,8 @@ class Search:
         epochs = (
             epoch_batches(self.train["length"], self.batch_size, seed=self.seed, epoch=epoch) for epoch in count()
         )
-        for rows in islice((batch for epoch in epochs for batch in epoch), steps):
+        drawn = islice((batch for epoch in epochs for batch in epoch), steps)
+        for rows in counted(drawn, "searching the target for the draft", steps, "step"):
             yield {key: value.to(device) for key, value in collate(self.train.__getitems__(rows)).items()}
 
     def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:

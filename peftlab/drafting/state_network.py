@@ -56,6 +56,7 @@ from peftlab.methods.base import trainable_dtype
 from peftlab.methods.inject import is_injected
 from peftlab.methods.merging import merge
 from peftlab.models.load import eval_mode
+from peftlab.progress import counted
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Queries [b, heads, n, D], keys and values [b, kv_heads, n, D] of new rows -> what they read, [b, heads, n, D]."""
@@ -544,7 +545,8 @@ def store_states(model: TargetWithNetwork, texts: Sequence[Sequence[int]], cache
     _check_room(cache, each, _tokens(parts.values()), _tokens(missing.values()), most)
 
     def write() -> None:
-        for path in [path for path in missing if not path.exists()]:
+        left = [path for path in missing if not path.exists()]
+        for path in counted(left, "storing the target's states", len(left), "file"):
             with replacing(path) as temporary:
                 write_tensors(temporary, _compute_states(model, missing[path]), {})
 

@@ -35,6 +35,7 @@ from peftlab.files import (
     write_json,
     write_text,
 )
+from peftlab.progress import counted
 from peftlab.references import locate
 from peftlab.tasks.batches import Row
 from peftlab.tasks.data import listed, quoted, read_table, table_suffix
@@ -166,7 +167,8 @@ def write_continuations(
             write_json(directory / "data.json", note)
         engine: Engine | None = None
         stopping = StoppingCriteria(writing.max_new_tokens, eos)
-        for start in [start for start, part in parts.items() if not part.exists()]:
+        missing = [start for start, part in parts.items() if not part.exists()]
+        for start in counted(missing, f"writing text by the target, {len(jobs):,} answers", len(missing), "batch"):
             engine = engine or build_engine(target)
             sampling = Sampling(writing.temperature, top_p=writing.top_p, seed=writing.seed + start)
             outputs = decode(engine, batches[start], stopping, sampling=sampling)
@@ -283,7 +285,8 @@ def stored_topk(target: PreTrainedModel, requests: Sequence[Request], k: int, ca
     }
 
     def write() -> None:
-        for path in [path for path in parts if not path.exists()]:
+        missing = [path for path in parts if not path.exists()]
+        for path in counted(missing, "storing the target's distributions", len(missing), "file"):
             tensors: dict[str, torch.Tensor] = {}
             for i, request in enumerate(parts[path]):
                 values, indices, rest = _distribution(target, request, k)

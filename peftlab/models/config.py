@@ -67,6 +67,11 @@ class MergeConfig(Section):
         description="On a base in int8 or nf4: what the update is added to, the values that the model computed with "
         "in training, or the original weights.",
     )
+    verify: bool = Field(
+        default=True,
+        description="Compare the merged model with base and adapter on 16 held-out examples, for which both are loaded "
+        "on the CPU; false where they are too large for that.",
+    )
     latency: bool = Field(
         default=False,
         description="Measure the forward pass of the merged model, and of base and adapter, relative to the base's.",
@@ -76,6 +81,11 @@ class MergeConfig(Section):
 def merge_into(merge: bool | MergeConfig | None) -> Into | None:
     """Return what a recipe's ``merge`` says of ``into``; None where it says nothing."""
     return merge.into if isinstance(merge, MergeConfig) else None
+
+
+def verifies_merge(merge: bool | MergeConfig | None) -> bool:
+    """Whether a merge is compared with base and adapter: yes, unless a recipe's ``merge`` says no."""
+    return not isinstance(merge, MergeConfig) or merge.verify
 
 
 def measures_latency(merge: bool | MergeConfig | None) -> bool:

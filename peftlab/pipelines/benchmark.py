@@ -68,6 +68,7 @@ from peftlab.errors import PeftlabError
 from peftlab.files import to_json
 from peftlab.models.quantised import torch_dtype
 from peftlab.pipelines.served import OWN, check_engine, measure_in_engine
+from peftlab.progress import Phase
 from peftlab.registry import resolve
 from peftlab.tasks.prompts import encode, read_prompts, spread
 
@@ -444,7 +445,8 @@ def benchmark(
     chosen_prompts = read_prompts(prompts) if max_prompts is None else spread(read_prompts(prompts), max_prompts)
 
     # Load target and draft; the drafters are those of the draft, and beside it the named ones, each once.
-    pair = options.load(target, draft)
+    with Phase("loading target and draft"):
+        pair = options.load(target, draft)
     watches = attach_stopwatches(pair)
     names = [*(("draft", SUFFIX_AND_DRAFT) if pair.drafts else ()), *dict.fromkeys(names)]
     names = names if engine == OWN else ["draft"]
@@ -457,10 +459,12 @@ def benchmark(
 
     # Time plain decoding and the drafters in turn; then decode one prompt more for the page.
     questions = [Question(p.id, p.category, encode(pair.tokenizer, p)) for p in chosen_prompts]
-    result = bench(watches[0], made, questions, settings, models=watches)
+    with Phase(f"decoding {len(questions)} prompts, {1 + repeats} times by each way to draft"):
+        result = bench(watches[0], made, questions, settings, models=watches)
     first, make = next(iter(made.items()))
     if pool:
-        result = replace(result, pool=measure_pool(pair.target, first, make, questions, settings))
+        with Phase("decoding in a pool"):
+            result = replace(result, pool=measure_pool(pair.target, first, make, questions, settings))
     fitting = [question for question in questions if has_room_for_output(pair.target, question)]
     served = None
     if engine != OWN and draft is not None:
@@ -534,13 +538,15 @@ def plan_draft(
         raise PeftlabError(f"alpha: {alpha} is not a probability")
     if draft is not None and find_draft(draft)[0].heads:
         raise PeftlabError(f"draft {draft}: such drafts have no step for each token to plan; use draft bench")
-    pair = options.load(target, draft)
+    with Phase("loading target and draft"):
+        pair = options.load(target, draft)
     result: planning.MeasuredPlan | planning.MeasuredAdvice
     how = {"max_gamma": max_gamma, "context": context, "repeats": repeats}
-    if pair.draft is None:
-        result = planning.compare_kinds(pair.target, draft_costs(pair.weights), alpha, batches=batches, **how)
-    else:
-        result = planning.plan(pair.target, pair.draft, batches=batches, **how)
+    with Phase("timing steps of the models"):
+        if pair.draft is None:
+            result = planning.compare_kinds(pair.target, draft_costs(pair.weights), alpha, batches=batches, **how)
+        else:
+            result = planning.plan(pair.target, pair.draft, batches=batches, **how)
     return MeasuredDraftPlan(
         target=target,
         draft=draft,

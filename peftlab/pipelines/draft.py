@@ -57,12 +57,13 @@ from peftlab.errors import PeftlabError, prefix_errors
 from peftlab.files import Claim, Json, staged_directory, to_json, write_json, write_text
 from peftlab.methods.config import lr_ratio
 from peftlab.methods.inject import count_parameters, inject, is_injected
-from peftlab.models.config import measures_latency, merge_into
+from peftlab.models.config import measures_latency, merge_into, verifies_merge
 from peftlab.models.costs import Cost
 from peftlab.models.load import load_config, load_tokenizer, storage
 from peftlab.pipelines.benchmark import HEAD_FILE, acceptance_head, draft_lengths
 from peftlab.pipelines.directory import provenance, run_directory, stored_results, write_and_print_results
-from peftlab.pipelines.merge import Latency, MergeCheck, merge_latency, verify_merge
+from peftlab.pipelines.merge import COMPARING, TIMING, Latency, MergeCheck, merge_latency, verify_merge
+from peftlab.progress import Phase
 from peftlab.recipe.load import dump_recipe
 from peftlab.recipe.schema import DraftRecipe, injected_method
 from peftlab.registry import resolve
@@ -198,7 +199,7 @@ class DraftResults:
     last_metrics: Scores
     best_step: int
     steps: int
-    baseline_score: float
+    baseline_score: float | None
     baseline_metrics: Scores
     trainable_parameters: int
     total_parameters: int
@@ -254,7 +255,8 @@ def _run(recipe: DraftRecipe, directory: Claim, resume: bool, device: str) -> Dr
 
     # Refuse what cannot work before any weights are read.
     check_trackers(list(settings.trackers))
-    text = read_text(recipe)
+    with Phase("reading the prompts"):
+        text = read_text(recipe)
     accelerator = _accelerator(recipe, run_dir, device)
     draft = make_draft(recipe, text, run_dir, accelerator.device)
     if recipe.merge is True and recipe.method is not None and not draft.has_fold:
@@ -263,7 +265,8 @@ def _run(recipe: DraftRecipe, directory: Claim, resume: bool, device: str) -> Dr
 
     # Load target and draft; the target writes the text.
     set_seed(settings.seed)
-    draft.load(load_target(recipe, accelerator.device))
+    with Phase("loading target and draft"):
+        draft.load(load_target(recipe, accelerator.device))
     if recipe.method is not None:
         check_method(draft.injected, recipe.method)
     digest = weights_digest(draft.target)
@@ -275,10 +278,11 @@ def _run(recipe: DraftRecipe, directory: Claim, resume: bool, device: str) -> Dr
 
     # Measure the draft before training.
     before_speed: DecodingSpeed | None = None
-    if accelerator.is_main_process:
+    if accelerator.is_main_process and settings.eval_before:
         untrained = draft.drafter(None)
         if untrained is not None:
-            before_speed = decoding_speed(recipe, untrained, sets.prompts[:_BEFORE], draft.eos)
+            with Phase(f"decoding {min(_BEFORE, len(sets.prompts))} held-out prompts with the draft before training"):
+                before_speed = decoding_speed(recipe, untrained, sets.prompts[:_BEFORE], draft.eos)
     accelerator.wait_for_everyone()
     if recipe.method is not None:
         inject(draft.injected, injected_method(recipe.method, recipe.train))
@@ -289,8 +293,11 @@ def _run(recipe: DraftRecipe, directory: Claim, resume: bool, device: str) -> Dr
     trainable, total = count_parameters(draft.model)
     accelerator.print(f"{trainable_line(trainable, total)}\nlearning rate: {recipe.train.peak_lr:g}")
     problem = training_problem(recipe, draft, sets)
-    before = problem.score(draft.model)
-    accelerator.print(f"before: {_scores_line(before)}")
+    before: Scores = {}
+    if settings.eval_before:
+        with Phase("scoring the draft before training", note="one evaluation; skip: train.eval_before=false"):
+            before = problem.score(draft.model)
+        accelerator.print(f"before: {_scores_line(before)}")
 
     # Train.
     if settings.gradient_checkpointing:
@@ -309,15 +316,18 @@ def _run(recipe: DraftRecipe, directory: Claim, resume: bool, device: str) -> Dr
 
     # Store the draft, read it back, and measure it.
     if accelerator.is_main_process:
-        tokens = save_draft(recipe, draft, sets)
+        with Phase("merging and writing the draft" if draft.folds else "writing the draft"):
+            tokens = save_draft(recipe, draft, sets)
         with stored_results(run_dir, results.as_json()):
             saved = _read_back(draft, tokens)
-            results.held_out = _held_out(draft, sets)
+            with Phase("scoring the draft on each held-out answer"):
+                results.held_out = _held_out(draft, sets)
             _measure(recipe, draft, problem, sets, saved, results)
             served = draft.drafter(saved)
             assert served is not None  # it has been saved
             head = acceptance_head(str(run_dir), accelerator.device) if recipe.acceptance_head else None
-            after_speed = decoding_speed(recipe, served, sets.prompts[:_AFTER], draft.eos, head, draft.tokenizer)
+            with Phase(f"decoding {min(_AFTER, len(sets.prompts))} held-out prompts, plain and with the draft"):
+                after_speed = decoding_speed(recipe, served, sets.prompts[:_AFTER], draft.eos, head, draft.tokenizer)
             results.decoding = Decoding(before_speed, after_speed, recipe.gamma)
         write_and_print_results(run_dir, results.as_json())
         print(results.repetition.line())
@@ -628,7 +638,7 @@ def _results(
         model=draft.base if draft.base_model is None else recipe.target,
         objective=recipe.objective.name,
         metric="acceptance",
-        baseline_score=before[split]["acceptance"],
+        baseline_score=before.get(split, {}).get("acceptance"),
         baseline_metrics=before,
         trainable_parameters=parameters[0],
         total_parameters=parameters[1],
@@ -663,10 +673,15 @@ def _measure(
     if saved.merged is not None:
         what = (run_dir / "adapter", draft.base, run_dir / "merged", _samples(sets))
         # On the CPU: beside what was trained, a device may lack the memory for two models more.
-        results.merge = verify_merge(*what)
-        results.latency = merge_latency(*what, device=saved.merged.device) if measures_latency(recipe.merge) else None
+        if verifies_merge(recipe.merge):
+            with Phase(COMPARING, note="loads both; skip: merge.verify=false"):
+                results.merge = verify_merge(*what)
+        if measures_latency(recipe.merge):
+            with Phase(TIMING, note="loads three; skip: merge.latency=false"):
+                results.latency = merge_latency(*what, device=saved.merged.device)
         if draft.separate:
-            results.merged_metrics = spec.score(saved.merged)
+            with Phase("scoring the merged draft"):
+                results.merged_metrics = spec.score(saved.merged)
     if saved.tokens is not None:
         results.vocabulary = {
             "tokens": len(saved.tokens),
@@ -674,7 +689,10 @@ def _measure(
         }
     if recipe.acceptance_head:
         model, greedy = saved.merged or draft.adapted, recipe.data.temperature == 0
-        head, results.acceptance_head = train_acceptance_head(draft.target, model, sets.train, held_out, greedy=greedy)
+        with Phase("training the acceptance head"):
+            head, results.acceptance_head = train_acceptance_head(
+                draft.target, model, sets.train, held_out, greedy=greedy
+            )
         save_acceptance_head(head, run_dir / HEAD_FILE)
 
 

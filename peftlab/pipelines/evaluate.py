@@ -15,7 +15,8 @@ from peftlab.files import Json, to_json
 from peftlab.models.config import BaseConfig
 from peftlab.models.load import eval_mode, load_config
 from peftlab.pipelines.finetune import answer_scorer, load_task, model_source, sample_inputs
-from peftlab.pipelines.merge import EXAMPLES, merge_latency, timed_weights
+from peftlab.pipelines.merge import EXAMPLES, TIMING, merge_latency, timed_weights
+from peftlab.progress import Phase
 from peftlab.recipe.load import load_recipe
 from peftlab.recipe.schema import FinetuneRecipe
 from peftlab.references import local_copy, similar_path
@@ -110,20 +111,25 @@ def score_trained(
     accelerator = accelerator_on(device)
     trained = find_trained(reference, recipe_name, overrides)
     merged = _merged_directory(reference, trained) if latency else None
-    recipe, task = trained.recipe, _load(trained)
+    with Phase("reading data and model"):
+        recipe, task = trained.recipe, _load(trained)
     answers = answer_scorer(task, recipe.generate, accelerator)
     if task.refer is not None:
-        task.compare_with(nn.Module.to(_starting_model(recipe, task), accelerator.device))
+        with Phase("scoring the examples by the model before training, the reference"):
+            task.compare_with(nn.Module.to(_starting_model(recipe, task), accelerator.device))
     model = accelerator.prepare(task.model)
     with eval_mode(model):
-        scores = dict(task.score(model))
+        with Phase("scoring"):
+            scores = dict(task.score(model))
         if answers is not None:
             scores["generate"] = answers(task.model)
     timed = None
     if merged is not None and trained.adapter is not None:
         inputs = sample_inputs(task, EXAMPLES)
         trusted, where = recipe.trust_remote_code, accelerator.device
-        found = merge_latency(trained.adapter, recipe.model, merged, inputs, trust_remote_code=trusted, device=where)
+        what = (trained.adapter, recipe.model, merged, inputs)
+        with Phase(TIMING):
+            found = merge_latency(*what, trust_remote_code=trusted, device=where)
         scores["latency"] = asdict(found)
         timed = TimingSetup(accelerator.device.type, describe_cpu(), timed_weights(trained.adapter, merged))
     return EvaluationResult(scores, {split: len(rows) for split, rows in task.held_out.items()}, timed)

@@ -41,11 +41,12 @@ from peftlab.methods.config import METHODS, MethodConfig, lr_ratio
 from peftlab.methods.inject import count_parameters, inject, injection_of, is_injected, trainable_parameters
 from peftlab.methods.merging import merge, unmerge
 from peftlab.models.architectures import inside, task_head
-from peftlab.models.config import BaseConfig, Into, measures_latency, merge_into
+from peftlab.models.config import BaseConfig, Into, measures_latency, merge_into, verifies_merge
 from peftlab.models.costs import Cost
 from peftlab.models.load import eval_mode, load_base, load_config
 from peftlab.pipelines.directory import provenance, run_directory, stored_results, write_and_print_results
-from peftlab.pipelines.merge import EXAMPLES, Latency, MergeCheck, merge_latency, verify_merge
+from peftlab.pipelines.merge import COMPARING, EXAMPLES, TIMING, Latency, MergeCheck, merge_latency, verify_merge
+from peftlab.progress import Phase, counted
 from peftlab.recipe.load import dump_recipe
 from peftlab.recipe.schema import FinetuneRecipe, injected_method
 from peftlab.references import local_copy
@@ -81,7 +82,7 @@ class FinetuneResults:
         best_step: optimiser step of the best evaluation.
         steps: optimiser steps of the run.
         baseline_score: the deciding metric of the baseline: the majority class, the mean, or the model before
-            training.
+            training; null where that was not scored (``train.eval_before: false``).
         baseline_metrics: all metrics of the baseline.
         trainable_parameters: parameters that required a gradient.
         total_parameters: all parameters, the adapter's included.
@@ -139,7 +140,7 @@ class FinetuneResults:
     last_metrics: Scores
     best_step: int
     steps: int
-    baseline_score: float
+    baseline_score: float | None
     baseline_metrics: dict[str, float]
     trainable_parameters: int
     total_parameters: int
@@ -215,7 +216,8 @@ def _run(recipe: FinetuneRecipe, directory: Claim, resume: bool, device: str) ->
 
     # Load data and model, and inject the method.
     set_seed(settings.seed)
-    task = load_task(recipe)
+    with Phase("reading data and model"):
+        task = load_task(recipe)
     _score_examples(task, recipe, accelerator)
     for line in data_lines(task.classes, task.left_out, task.repeated):
         accelerator.print(line)
@@ -246,10 +248,16 @@ def _run(recipe: FinetuneRecipe, directory: Claim, resume: bool, device: str) ->
         widen_to_fp32(model)
 
     # Measure the model before training.
-    if task.refer is not None or task.baseline is None:
+    scored_before = task.baseline is None and settings.eval_before
+    if task.refer is not None or scored_before:
         as_trained = AsTrained(model, accelerator, settings.precision)
-        task.compare_with(as_trained)
-    baseline = task.baseline if task.baseline is not None else next(iter(task.evaluate(as_trained).values()))
+    if task.refer is not None:
+        with Phase("scoring the examples by the model before training, the reference"):
+            task.compare_with(as_trained)
+    baseline = task.baseline or {}
+    if scored_before:
+        with Phase("scoring the model before training", note="one evaluation; skip: train.eval_before=false"):
+            baseline = next(iter(task.evaluate(as_trained).values()))
     answers = answer_scorer(task, recipe.generate, accelerator)
     answers_before = answers(model) if answers is not None and recipe.generate and recipe.generate.before else None
 
@@ -278,7 +286,7 @@ def _run(recipe: FinetuneRecipe, directory: Claim, resume: bool, device: str) ->
         method=recipe.method.name,
         model=recipe.model,
         metric=task.deciding,
-        baseline_score=baseline[task.deciding],
+        baseline_score=baseline.get(task.deciding),
         baseline_metrics=dict(baseline),
         trainable_parameters=trainable,
         total_parameters=total,
@@ -293,7 +301,7 @@ def _run(recipe: FinetuneRecipe, directory: Claim, resume: bool, device: str) ->
 
     # Analyse the trained model's predictions and answers.
     if task.analyse is not None and not accelerator.is_fsdp2:
-        with eval_mode(task.model):
+        with Phase("analysing the predictions"), eval_mode(task.model):
             results = replace(results, **vars(task.analyse(task.model)))
     if answers is not None:
         results.generate, results.generate_before = answers(task.model), answers_before
@@ -335,16 +343,21 @@ def _write_run(
         write_text(staging / "README.md", adapter_card(card))
     if merging is not None:
         options = replace(merging, recipe=dump_recipe(recipe), training=training_section(card))
-        merge_checkpoint(run_dir / "adapter", recipe.model, run_dir / "merged", options)
+        with Phase("merging"):
+            merge_checkpoint(run_dir / "adapter", recipe.model, run_dir / "merged", options)
         with stored_results(run_dir, results.as_json()):
             what = (run_dir / "adapter", recipe.model, run_dir / "merged", sample_inputs(task, EXAMPLES))
             # On the CPU: beside the trained model, a device may lack the memory for two more.
-            results.merge = verify_merge(*what, trust_remote_code=trusted)
+            if verifies_merge(recipe.merge):
+                with Phase(COMPARING, note="loads both; skip: merge.verify=false"):
+                    results.merge = verify_merge(*what, trust_remote_code=trusted)
             if measures_latency(recipe.merge):
                 device = next(model.parameters()).device
-                results.latency = merge_latency(*what, trust_remote_code=trusted, device=device)
+                with Phase(TIMING, note="loads three; skip: merge.latency=false"):
+                    results.latency = merge_latency(*what, trust_remote_code=trusted, device=device)
             if recipe.base.quantised:
-                results.merge_losses = _merge_losses(task, model, run_dir, recipe.model, merging)
+                with Phase("merging into the other weights, and scoring both merged models"):
+                    results.merge_losses = _merge_losses(task, model, run_dir, recipe.model, merging)
     write_and_print_results(run_dir, results.as_json())
 
 
@@ -536,7 +549,6 @@ def _score(
     Beside the metrics: ``ended``, the share of answers that ended before ``max_new_tokens``, and ``contexts``.
     """
     left_out = f" ({contexts.too_long} longer than train.max_length are left out)" if contexts.too_long else ""
-    accelerator.print(f"answering {len(contexts.items)} held-out prompts{left_out}")
     ids = [context.ids for context in contexts.items]
     batches = eval_batches([*map(len, ids)], settings.batch_size)
     # Under mixed precision accelerate wraps the forward pass in autocast; answers are those of the stored weights.
@@ -547,7 +559,8 @@ def _score(
     advice = memory_advice("while answering", [f"generate.batch_size={max(1, settings.batch_size // 2)}"])
     with advice, eval_mode(bare), _merged_for_decoding(bare):
         answer = answering(bare, settings, ends, pad)
-        for batch in batches[accelerator.process_index :: accelerator.num_processes]:
+        mine = batches[accelerator.process_index :: accelerator.num_processes]
+        for batch in counted(mine, f"answering {len(ids)} held-out prompts{left_out}", len(mine), "batch"):
             found += zip(batch, answer([ids[place] for place in batch]), strict=True)
     tokens = dict(gather_object(found))
     answers = [

@@ -27,6 +27,7 @@ from peftlab.files import MERGE_INPUTS, is_url, read_mark, read_object, read_tex
 from peftlab.models.config import BaseConfig
 from peftlab.models.load import load_config
 from peftlab.models.quantised import DTYPES, BaseFormat
+from peftlab.progress import Phase
 from peftlab.references import local_copy
 from peftlab.untyped import Attributes
 
@@ -35,7 +36,9 @@ if TYPE_CHECKING:
 
 _CPU = torch.device("cpu")
 EXAMPLES = 16  # examples on which merged and unmerged model are compared
+COMPARING = "comparing merged and unmerged model"
 ROUNDS = 5  # timed passes over the inputs, for each model
+TIMING = "timing base, merged and unmerged model"
 
 # The inputs of the comparison where no recipe names data.
 SAMPLES = (
@@ -129,11 +132,13 @@ def run_merge(
     recipe = None if isinstance(adapter, Adapter) else _recipe_near(adapter)
     if recipe is not None and options.recipe is None:
         options = replace(options, recipe=read_text(recipe))
-    report = merge_checkpoint(adapter, base, out, options)
+    with Phase("merging"):
+        report = merge_checkpoint(adapter, base, out, options)
     if not (verify if verify is not None else recipe is not None and _can_compare(report, options)):
         return MergeResult(report, None)
     inputs = _comparison_inputs(recipe, report.base)
-    check = verify_merge(adapter, report.base, out, inputs, lora_alpha=options.lora_alpha, device=place)
+    with Phase(COMPARING, note="loads both; --no-verify skips it"):
+        check = verify_merge(adapter, report.base, out, inputs, lora_alpha=options.lora_alpha, device=place)
     return MergeResult(report, check)
 
 

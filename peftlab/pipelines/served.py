@@ -44,6 +44,7 @@ from peftlab.files import Json, parse_json, typed_value
 from peftlab.models.config import plain_directory
 from peftlab.models.load import load_base, load_tokenizer
 from peftlab.models.quantised import torch_dtype
+from peftlab.progress import Phase, counted
 from peftlab.references import locate
 
 VLLM, OWN = "vllm", "peftlab"
@@ -263,21 +264,23 @@ def measure_in_engine(
             prepare, client = (_vllm_commands, VllmServer) if engine == VLLM else (_llama_commands, LlamaServer)
             commands = prepare(target, draft, dtype, gamma, length, directory)
             command = shlex.join(commands[0])
-            baseline = client(stack.enter_context(_started(commands[1], directory / "plain.log")))
-            drafted = client(stack.enter_context(_started(commands[0], directory / "draft.log")))
+            with Phase(f"starting {engine}, with the draft and without it"):
+                baseline = client(stack.enter_context(_started(commands[1], directory / "plain.log")))
+                drafted = client(stack.enter_context(_started(commands[0], directory / "draft.log")))
         servers = [drafted, *([baseline] if baseline is not None else [])]
         for server in servers:
             server.complete(questions[0].ids, max_new_tokens)
         seconds: list[list[list[float]]] = [[[] for _ in questions] for _ in servers]
         last: list[list[Completion]] = [[], []]
-        for repeat in range(repeats):
-            last = [[] for _ in servers]
-            for i, question in enumerate(questions):
-                order = [*range(len(servers))]
-                for which in order if (i + repeat) % 2 else order[::-1]:
-                    done = servers[which].complete(question.ids, max_new_tokens)
-                    seconds[which][i].append(done.seconds)
-                    last[which].append(done)
+        passes = [(repeat, i) for repeat in range(repeats) for i in range(len(questions))]
+        for repeat, i in counted(passes, f"decoding in {engine}", len(passes), "prompt"):
+            if i == 0:
+                last = [[] for _ in servers]
+            order = [*range(len(servers))]
+            for which in order if (i + repeat) % 2 else order[::-1]:
+                done = servers[which].complete(questions[i].ids, max_new_tokens)
+                seconds[which][i].append(done.seconds)
+                last[which].append(done)
         version = drafted.version() if engine != LLAMA_CPP else f"xllamacpp {_package_version('xllamacpp')}"
     mine = Timings([len(done.tokens) for done in last[0]], seconds[0])
     other = mine if baseline is None else Timings([len(done.tokens) for done in last[1]], seconds[1])

@@ -55,6 +55,7 @@ from peftlab.pipelines.draft import (
     save_draft,
     training_problem,
 )
+from peftlab.progress import counted
 from peftlab.recipe.load import dump_recipe, load_recipe
 from peftlab.recipe.schema import DraftRecipe, injected_method
 from peftlab.references import similar_path
@@ -293,7 +294,8 @@ class _Live:
         prompts, live = self.text.prompts, None
         for path in sorted((self.place / "windows").glob("[0-9]*.json")):
             self.windows.append(Window.read(path))
-        for first in range(len(self.windows) * self.every, len(prompts), self.every):
+        starts = range(len(self.windows) * self.every, len(prompts), self.every)
+        for first in counted(starts, "decoding the stream", len(starts), "window"):
             number, numbers = len(self.windows) + 1, range(first, min(first + self.every, len(prompts)))
             live = live or self._serve(self._newest())
             requests, seconds = self._decode(live, numbers)

@@ -14,6 +14,7 @@ from ruamel.yaml import YAML
 from peftlab.errors import PeftlabError, did_you_mean
 from peftlab.files import Json, read_object, read_text, write_json, write_text
 from peftlab.methods.config import METHODS
+from peftlab.progress import duration, per_second
 from peftlab.references import local_copy
 from peftlab.registry import resolve
 from peftlab.reporting import facts
@@ -323,9 +324,9 @@ def _text(value: float | None, unit: str) -> str:
     if value is None:
         return "–"
     if unit == "s":
-        return facts.duration(value)
+        return duration(value)
     if unit == "1/s":
-        return facts.speed(value)
+        return per_second(value)
     if unit == "MB":
         return f"{value:,.0f} MB"
     return facts.number(value)

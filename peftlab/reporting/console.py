@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -101,18 +100,6 @@ def recipes_table(rows: Iterable[Mapping[str, object]]) -> Table:
         cells = [number(row.get(column, "")) for column in columns]
         table.add_row(*(Text(cell) if " " in cell else LongName(cell) for cell in cells))
     return table
-
-
-@contextmanager
-def row_counter() -> Iterator[Callable[[int], None]]:
-    """Yield a function to call with each batch's rows; a terminal shows their number and the time on stderr."""
-    from rich.progress import Progress, TextColumn, TimeElapsedColumn
-
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.completed:,.0f} rows"), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        counted = progress.add_task("rows", total=None)
-        yield lambda rows: progress.advance(counted, rows)
 
 
 def print_examples(examples: Iterable[tuple[str, list[tuple[str, bool]]]]) -> None:

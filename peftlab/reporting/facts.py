@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from peftlab.errors import PeftlabError
+from peftlab.progress import duration, per_second
 from peftlab.tasks.table import HIGH, LOW
 
 if TYPE_CHECKING:
@@ -73,21 +74,6 @@ def required(results: Results, key: str) -> float:
     return value
 
 
-def duration(seconds: float) -> str:
-    """Return a time span in its two largest units: ``4.2 s``, ``2 min 14 s``, ``3 h 5 min``."""
-    if round(seconds, 1) < 60:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    if minutes < 60:
-        return f"{minutes} min {rest} s"
-    return f"{minutes // 60} h {minutes % 60} min"
-
-
-def speed(per_second: float) -> str:
-    """Return a number per second: whole from 10 on, below with two decimals."""
-    return f"{per_second:,.{0 if per_second >= 10 else 2}f}"
-
-
 def percent(share: float) -> str:
     """Return a share of 1 with three significant digits: ``0.00236`` gives ``0.236 %``."""
     return f"{100 * share:.3g} %" if abs(share) < 1 else f"{100 * share:.0f} %"
@@ -136,7 +122,7 @@ def _decoding(decoding: Mapping[str, object]) -> dict[str, str]:
         "before training": before.get("block_efficiency") if isinstance(before, Mapping) else None,
     }
     rows = {"decoding with the draft": str(after.get("verdict")), "drafted per target step": number(decoding["gamma"])}
-    rows["decoding, tokens/s"] = ", ".join(f"{speed(value)} {name}" for name, value in _reals(rates).items())
+    rows["decoding, tokens/s"] = ", ".join(f"{per_second(value)} {name}" for name, value in _reals(rates).items())
     rows["tokens per target step"] = ", ".join(f"{value:.2f} {name}".strip() for name, value in _reals(tau).items())
     if (accepted := as_float(after.get("accepted"))) is not None:
         rows["accepted of the drafted tokens tried"] = percent(accepted)
@@ -311,7 +297,7 @@ def details(results: Results) -> dict[str, str]:
     if (seconds := take("train_seconds")) is not None:
         rows["training time"] = duration(seconds)
     speeds = (("examples_per_second", "examples/s"), ("tokens_per_second", "tokens/s"))
-    throughput = [f"{speed(value)} {unit}" for key, unit in speeds if (value := take(key)) is not None]
+    throughput = [f"{per_second(value)} {unit}" for key, unit in speeds if (value := take(key)) is not None]
     if throughput:
         rows["throughput"] = ", ".join(throughput)
     if (share := take("padding_share")) is not None:

@@ -12,6 +12,7 @@ from rich.console import Console, ConsoleRenderable, Group
 from rich.table import Table as Grid
 from rich.text import Text
 
+from peftlab.progress import duration
 from peftlab.reporting import facts
 from peftlab.reporting.pages import render
 from peftlab.reporting.table_scores import Controls, Entry, PublishedRow, Table, decimals
@@ -498,7 +499,7 @@ def _row_numbers(row: str, entry: Entry, seeds: int, others: list[str]) -> dict[
             str(entry.last),
             *(_other_score(entry, name) for name in others),
             f"{entry.trainable:,}",
-            facts.duration(entry.seconds),
+            duration(entry.seconds),
             f"{megabytes:,.0f} MB{' GPU' if entry.gpu is not None else ''}",
         ],
     }

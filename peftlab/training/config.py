@@ -214,6 +214,11 @@ class TrainConfig(Section):
         "of few bits would, slower than without, and are scored so; null: no emulation.",
     )
     eval_every: int | None = Field(default=None, ge=1, description="Steps between evaluations; null: every epoch.")
+    eval_before: bool = Field(
+        default=True,
+        description="Score the model before training where that is the baseline (language models, drafts), and decode "
+        "with an untrained draft; costs one evaluation. false: there is no baseline.",
+    )
     early_stopping: int | None = Field(
         default=None, ge=1, description="Stop after this many evaluations without a better score."
     )

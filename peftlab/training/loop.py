@@ -32,6 +32,7 @@ from peftlab.methods.base import layer_index
 from peftlab.methods.inject import trainable_parameters
 from peftlab.models.costs import Meter
 from peftlab.models.load import eval_mode
+from peftlab.progress import Phase
 from peftlab.tasks.problem import TrainingProblem
 from peftlab.training.config import TrainConfig
 from peftlab.training.distributed import adapter_template, full_tensors
@@ -100,7 +101,8 @@ def train(
             loss, norm = trainer.step(batch, factor, order.total)
             step = progress.step
             progress.seconds += time.perf_counter() - clock  # waiting for data counts, evaluation does not
-            log.step(step, settings.peak_lr * factor, loss, norm, batch.indices)
+            speed = progress.tokens / max(progress.seconds, 1e-9)
+            log.step(step, settings.peak_lr * factor, loss, norm, batch.indices, speed)
             trainer.check_first_steps()
             stop = signals.received()
             evaluating = step == order.total or (
@@ -201,7 +203,8 @@ class Trainer:
         assert self.problem.confidence is not None
         half = max(1, self.settings.eval_batch_size // 2)
         advice = memory_advice("while scoring examples", [f"train.eval_batch_size={half}"])
-        with advice, eval_mode(self.model), self.computing(), self.meter.scoring() as counter:
+        scoring = Phase("scoring the examples to choose from")
+        with scoring, advice, eval_mode(self.model), self.computing(), self.meter.scoring() as counter:
             found = self.problem.confidence(self.model, indices)
         self.progress.scored_examples += len(indices)
         self.progress.scoring_flops += counter.flops
@@ -277,9 +280,10 @@ class Trainer:
 
     def evaluate(self, log: Log) -> None:
         """Score the model, and record the scores in the progress and the log."""
-        log.evaluating()  # a loss that is not finite stops here, before it is scored
+        log.flush()  # a loss that is not finite stops here, before it is scored
         half = max(1, self.settings.eval_batch_size // 2)
-        with memory_advice("while evaluating", [f"train.eval_batch_size={half}"]), self.computing():
+        advice = memory_advice("while evaluating", [f"train.eval_batch_size={half}"])
+        with Phase("evaluating"), advice, self.computing():
             scores = self.problem.evaluate(self.model)
         score = next(iter(scores.values()))[self.problem.deciding]
         progress = self.progress

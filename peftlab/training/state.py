@@ -19,7 +19,6 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor, nn
-from tqdm.auto import tqdm
 
 from peftlab.checkpoints.tensors import unpickle
 from peftlab.environment import describe_cpu, peak_memory
@@ -27,6 +26,7 @@ from peftlab.errors import PeftlabError
 from peftlab.files import STAGING_PREFIX, replacing
 from peftlab.methods.inject import trainable_parameters
 from peftlab.models.costs import Cost, kv_bytes_per_token
+from peftlab.progress import Phase, per_second
 from peftlab.training.distributed import full_tensors, optimiser_state, restore_optimiser, shard_like
 from peftlab.training.order import Order
 from peftlab.untyped import Attributes
@@ -331,7 +331,6 @@ def _set_rng_state(state: RandomState) -> None:
 
 
 # --- The log of losses and scores.
-_READ_EVERY = 10  # steps between reading the losses: each read waits for the device
 _NAMED = 64  # examples of a bad batch that the error lists
 
 
@@ -346,21 +345,23 @@ class Log:
     def __init__(self, path: Path, accelerator: Accelerator, step: int, keep_bytes: int, order: Order) -> None:
         self._accelerator, self._order = accelerator, order
         self._file = MetricsFile(path, keep_bytes) if accelerator.is_main_process else None
+        # Reading a loss waits for its step. A GPU, which works behind the program, is given the next step first.
+        self._behind = 0 if accelerator.device.type == "cpu" else 1
         self._pending: list[tuple[int, float, Tensor, Tensor, list[int]]] = []
-        # None: no bar where standard error is no terminal (a log file, CI)
-        hidden = None if accelerator.is_main_process else True
-        self._bar = tqdm(total=order.total, initial=step, unit="step", disable=hidden, dynamic_ncols=True, leave=False)
+        self._phase = Phase("training", order.total, "step", done=step)
+        self._loss = ""
 
     def __enter__(self) -> Log:
+        self._phase.__enter__()
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self._bar.close()
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        self._phase.__exit__(kind, *error)
         if self._file is not None:
             self._file.close()
 
-    def step(self, step: int, lr: float, loss: Tensor, norm: Tensor, batch: list[int]) -> None:
-        """Record a training step; losses are read from the device every ``_READ_EVERY`` steps.
+    def step(self, step: int, lr: float, loss: Tensor, norm: Tensor, batch: list[int], speed: float) -> None:
+        """Record a training step: on a CPU its line is in the file when this returns, on a GPU after the next step.
 
         Args:
             step: optimiser steps completed.
@@ -368,15 +369,16 @@ class Log:
             loss: its mean loss, a scalar.
             norm: the gradient's norm before clipping, a scalar.
             batch: indices of the global batch's examples.
+            speed: tokens per second of the run so far.
         """
         self._pending.append((step, lr, loss, norm, batch))
-        self._bar.update()
-        if len(self._pending) >= _READ_EVERY:
-            self.flush()
+        self.flush(self._behind)
+        self._phase.advance(1, f"{self._loss}{per_second(speed)} tokens/s")
 
-    def flush(self) -> None:
-        """Write the pending steps; raise ``PeftlabError`` at the first loss that is not finite."""
-        for step, lr, loss, norm, batch in self._pending:
+    def flush(self, behind: int = 0) -> None:
+        """Write the pending steps but the last ``behind``; raise ``PeftlabError`` at a loss that is not finite."""
+        while len(self._pending) > behind:
+            step, lr, loss, norm, batch = self._pending.pop(0)
             value = loss.item()
             if not math.isfinite(value):
                 named = ", ".join(map(str, sorted(batch)[:_NAMED]))
@@ -387,15 +389,9 @@ class Log:
                     "train.precision=fp32 usually helps"
                 )
             self._write(step, {"loss": value, "lr": lr, "grad_norm": float(norm)})
-            self._bar.set_postfix(loss=f"{value:.4f}", refresh=False)
-        self._pending.clear()
+            self._loss = f"loss {value:.4f}, "
         if self._file is not None:
             self._file.flush()
-
-    def evaluating(self) -> None:
-        """Write the pending steps, as ``flush`` does, and show in the bar that an evaluation is running."""
-        self.flush()
-        self._bar.set_description("evaluating")
 
     def evaluation(self, step: int, scores: dict[str, dict[str, float]], *, best: bool) -> None:
         """Write and print an evaluation, one line per split; the first split is the deciding one.
@@ -405,9 +401,6 @@ class Log:
             scores: metrics by split.
             best: whether it is the best evaluation so far.
         """
-        self._bar.unpause()  # evaluation time does not count towards the time per step
-        self._bar.set_description(refresh=False)
-        self._bar.clear()
         for split, values in scores.items():
             self._write(step, {"split": split, "eval": values})
             shown = ", ".join(f"{name} {value:.4f}" for name, value in values.items())

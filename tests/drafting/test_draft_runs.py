@@ -167,7 +167,7 @@ class TestRun:
     @pytest.mark.parametrize(
         "overrides",
         [
-            ["method=full"],
+            ["method=full", "merge.verify=false"],
             ["method={name: houlsby, bottleneck: 8}", "objective.name=lk"],
             ["objective.name=topk_kl", "data.top_k=8"],
             ["draft={kind: early_exit, exits: [3]}"],
@@ -178,7 +178,9 @@ class TestRun:
         out = place / f"way-{abs(hash(tuple(overrides)))}"
         results = go(stories, out, *overrides, "train.lr=1e-3")
         assert results.score > results.baseline_score
-        assert (out / "merged" / "config.json").exists() == ("houlsby" not in overrides[0])
+        merged = (out / "merged" / "config.json").exists()
+        assert merged == ("houlsby" not in overrides[0])
+        assert (results.merge is not None) == (merged and "merge.verify=false" not in overrides)
 
     def test_a_draft_of_few_tokens(self, stories: Path, place: Path) -> None:
         out = place / "few"

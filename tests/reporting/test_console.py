@@ -130,14 +130,6 @@ def test_numbers(value: Any, text: str) -> None:
     assert facts.number(value) == text
 
 
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(0, "0.0 s"), (4.21, "4.2 s"), (59.97, "1 min 0 s"), (134, "2 min 14 s"), (11_100, "3 h 5 min")],
-)
-def test_durations(seconds: float, text: str) -> None:
-    assert facts.duration(seconds) == text
-
-
 def test_a_slow_run_s_speed_is_not_0() -> None:
     shown = facts.details({"examples_per_second": 0.35, "tokens_per_second": 7541.0})
     assert shown["throughput"] == "0.35 examples/s, 7,541 tokens/s"

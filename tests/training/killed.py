@@ -5,6 +5,7 @@ Arguments: recipe files. A process dies by SIGKILL within its 23rd forward pass 
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -73,4 +74,6 @@ if __name__ == "__main__":
         assert child(lambda file=recipe: dying(file)) == -signal.SIGKILL, recipe  # type: ignore[misc]
         newest = max((Path(recipe).parent / "run" / "checkpoints").glob("*.pt")).name
         assert newest == "step-00000006.pt", newest
+        *_, last = (Path(recipe).parent / "run" / "metrics.jsonl").read_text().splitlines()
+        assert json.loads(last)["step"] == 7, last  # the last whole step, which the checkpoint does not have
         assert child(lambda file=recipe: command("resume", str(Path(file).parent / "run"))) == 0, recipe  # type: ignore[misc]
