@@ -422,7 +422,10 @@ class EarlyExitKind(DraftKind[EarlyExitDraft]):
     @classmethod
     def export(cls, place: str, consumer: str) -> Path | DraftExporter:
         """Refuse to export: an exit is part of its target."""
-        raise PeftlabError(f"--for {consumer}: {place} is part of the target; no released engine takes it as a draft")
+        raise PeftlabError(
+            f"--for {consumer}: {place} is part of the target; of all engines, transformers alone drafts with it: load "
+            "the merged model and generate(..., assistant_early_exit=LAYERS)"
+        )
 
     @classmethod
     def update(cls, config: EarlyExitDraft, newest: Path, log: Path) -> EarlyExitDraft:

@@ -21,7 +21,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from peftlab.environment import describe_cpu
-from tests.engines.models import ADAPTERS, write_target
+from tests.command_line import invoke
+from tests.engines.models import ADAPTERS, DRAFTS, RECIPE, write_target
 
 ROOT = Path(__file__).parents[2]
 PYTHON = Path(os.environ.get("PEFTLAB_ENGINES", ROOT / ".venv-engines" / "bin" / "python"))
@@ -205,3 +206,33 @@ def adapted(target: Path, adapters: dict[str, Path]) -> Callable[[str], transfor
         return peft.PeftModel.from_pretrained(base, adapters[name]).eval()
 
     return load
+
+
+@pytest.fixture(scope="session")
+def texts(tmp_path_factory: pytest.TempPathFactory, shared: Path) -> Path:
+    """A directory with prompts to train on and others to measure with."""
+    place = tmp_path_factory.mktemp("texts")
+    lines = [
+        line for line in (shared / "data" / "lm" / "tinyshakespeare.txt").read_text().splitlines() if len(line) > 20
+    ]
+    for name, chosen in (("train", lines[:160]), ("held_out", lines[5000:5024])):
+        (place / f"{name}.txt").write_text("\n".join(chosen) + "\n")
+    return place
+
+
+@pytest.fixture(scope="session")
+def draft(target: Path, texts: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Trains a draft by its name in ``DRAFTS``, once."""
+    runs: dict[str, Path] = {}
+
+    def train(name: str) -> Path:
+        if name not in runs:
+            place = tmp_path_factory.mktemp("draft")
+            section, method = DRAFTS[name]
+            values = {"target": target, "draft": section, "method": method, "prompts": texts / "train.txt"}
+            (place / "draft.yaml").write_text(RECIPE.format(**values))
+            assert invoke("run", place / "draft.yaml", f"output_dir={place / 'run'}").exit_code == 0
+            runs[name] = place / "run"
+        return runs[name]
+
+    return train

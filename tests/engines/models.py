@@ -44,6 +44,22 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     "replaced layer": {"target_modules": ["q_proj"], "exclude_modules": ["model.layers.1.self_attn.q_proj"]},
 }
 
+RECIPE = """kind: draft
+target: {target}
+draft: {draft}
+method: {method}
+data: {{prompts: {prompts}, max_prompts: 128, held_out: 8, max_new_tokens: 24, batch_size: 16}}
+train: {{max_steps: 60, batch_size: 8, max_length: 96, lr: 3e-3}}
+gamma: 3
+"""
+DRAFTS = {
+    "eagle3": ("{kind: eagle3, steps: 2}", "null"),
+    "eagle3 of few tokens": ("{kind: eagle3, steps: 2, vocabulary: 256}", "null"),
+    "model": ("{kind: model, truncate: {layers: [0, 5]}}", "{name: full}"),
+    "pard": ("{kind: pard}", "{name: full}"),
+    "early_exit": ("{kind: early_exit, exits: [4]}", "{name: full}"),
+}
+
 
 def write_target(directory: Path, tokenizer_of: Path, text: Path) -> Path:
     """Train a Llama of 1.1 million weights, heads of 32, on a text for 150 steps, and write it.
