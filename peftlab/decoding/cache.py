@@ -114,6 +114,23 @@ class KVCache:
         keys, values = seen.chunk(2, 1)
         return keys, values
 
+    def update(self, layer: int, keys: Tensor, values: Tensor, block: Block) -> tuple[Tensor, Tensor]:
+        """Store keys and values, which may differ in width, and return all that the block's tokens may attend to.
+
+        Multi-head latent attention (DeepSeek) stores a latent and a rotated key in their place. The narrower of the two
+        takes as much room as the wider.
+
+        Args:
+            layer: index. keys: [b, H_kv, n, D]. values: [b, H_kv, n, E]. block: the slots that they go to.
+
+        Returns:
+            Keys and values [b, H_kv, block.end, D or E] of the block's rows.
+        """
+        widths = keys.shape[-1], values.shape[-1]
+        both = [F.pad(part, (0, max(widths) - part.shape[-1])) for part in (keys, values)]
+        seen = self.write(layer, torch.cat(both, 1), block)
+        return seen[0][..., : widths[0]], seen[1][..., : widths[1]]
+
     def record_first_layers(self, new: FirstLayers) -> None:
         """Record tokens that the first layers of a model have read.
 

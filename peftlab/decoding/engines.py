@@ -45,7 +45,7 @@ from peftlab.decoding.cache import (
     shape_of,
 )
 from peftlab.decoding.flat import FlatEngine, structure_of
-from peftlab.decoding.recurrent import MIXERS, RecurrentEngine
+from peftlab.decoding.recurrent import HYBRIDS, MIXERS, HybridEngine, RecurrentEngine
 from peftlab.errors import PeftlabError
 from peftlab.models.quantised import int8_maps, unquantised_inputs
 from peftlab.untyped import Unwrapped
@@ -62,7 +62,7 @@ def build_engine(
     """Return the fastest engine that gives ``model``'s own logits.
 
     For the families of ``flat.py`` that is a flattened step, else the forward of ``transformers`` with peftlab's masks,
-    else with its own; so it is for the decoder of an encoder-decoder model. State-space models have an engine of their
+    else with its own; so it is for the decoder of an encoder-decoder model. Models with a state have engines of their
     own (``recurrent.py``). Each is tried on chains, on a batch of rows of different lengths and on a tree (``Trial``);
     where only chains are right, rows of one length are read at a time and trees path by path. ``Engine.kind`` says
     which it is.
@@ -90,6 +90,9 @@ def build_engine(
             return engine
     if name in MIXERS:
         engines: list[Engine] = [RecurrentEngine(model, MIXERS[name], vocabulary, features=features)]
+        trial = _make_trial(StateTrial, model, name)
+    elif name in HYBRIDS:
+        engines = [HybridEngine(model, vocabulary, features=features)]
         trial = _make_trial(StateTrial, model, name)
     else:
         language_model = Decoder(model) if model.config.is_encoder_decoder else model
@@ -272,7 +275,7 @@ class Trial:
         cache = engine.new_cache(len(lengths), max(lengths) + _NODES)
         for row, length in enumerate(lengths):
             for i, keys, values in self._repeated_states(length):
-                cache.write(i, torch.cat((keys, values), 1), Block((0,), length, rows=(row,)))
+                cache.update(i, keys, values, Block((0,), length, rows=(row,)))
         return cache
 
     def _logits_agree(self, logits: Tensor, expected: Tensor, factor: int = 1) -> bool:
@@ -280,7 +283,7 @@ class Trial:
 
 
 class StateTrial(Trial):
-    """A trial of a state-space model, whose own forward reads a sequence again from its first token."""
+    """A trial of a model with a state, whose own forward reads a sequence again from its first token."""
 
     def _read_prompt(self) -> Tensor:
         return self._continue(0, self._prompt)[0]
@@ -536,7 +539,7 @@ class _CacheLayer(CacheLayerMixin):
         """Do nothing: the ``KVCache`` allocates."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
-        keys, values = self.cache.write(self.layer, torch.cat((key_states, value_states), 1), self.block)
+        keys, values = self.cache.update(self.layer, key_states, value_states, self.block)
         return keys[:, :, : self.seen], values[:, :, : self.seen]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:

@@ -1,7 +1,8 @@
-"""The forward pass of state-space models (Mamba): it reads several tokens from the state after the accepted ones.
+"""The forward pass of models with a state (Mamba; hybrids of attention and linear attention, Qwen3-Next and Qwen3.5).
 
-``transformers`` computes one token from a state, or many from none; verification reads several tokens from the state of
-the accepted ones. All products but the recurrence itself are computed for the tokens at once.
+Verification reads several tokens from the state after the accepted ones, and may continue after any of them, where
+``transformers`` keeps the state after the last one alone. All products but the recurrence itself are computed for the
+tokens at once.
 """
 
 from __future__ import annotations
@@ -11,10 +12,20 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.activations import ACT2FN
 
-from peftlab.decoding.cache import Block, Context, Encoder, KVCache, Output, paths_of
+from peftlab.decoding.cache import (
+    Block,
+    Context,
+    Encoder,
+    KVCache,
+    Output,
+    additive_mask,
+    max_positions,
+    paths_of,
+)
 from peftlab.untyped import KnownModel
 
 _MAX_TOKENS = 32  # tokens of a pass: the states after each are in memory together, gigabytes for a long prompt
@@ -103,12 +114,118 @@ class RecurrentEngine:
         return h, torch.cat(entering, -1) if entering else h, after
 
 
+class HybridEngine:
+    """An engine of a model whose layers are some attention, some linear attention with a state (gated DeltaNet).
+
+    Attention reads keys and values from the cache, as in other engines; the states are as those of ``RecurrentEngine``.
+    Rows of different lengths run together. A tree runs as one row for each of its paths.
+
+    Args:
+        model: a causal language model, one of ``HYBRIDS``. vocabulary, features: see ``engines.build_engine``.
+    """
+
+    def __init__(self, model: PreTrainedModel, vocabulary: int | None = None, *, features: Sequence[int] = ()):
+        known: KnownModel = model
+        self._body, self._head, self._features = known.model, known.lm_head, tuple(features)
+        self.kind = "attention and states, trees path by path"
+        self.positioned = False
+        self.packed: tuple[str, ...] = ()
+        self.encoder: Encoder | None = None
+        self.limit = max_positions(model.config.get_text_config(decoder=True))
+        self.device, self._dtype = model.device, model.dtype
+        self.vocab_size = vocabulary or self._head.weight.shape[0]
+        self.layers = len(self._body.layers)
+        linear = [layer.linear_attn for layer in self._body.layers if layer.block_type == "linear_attention"]
+        self._attending = self.layers - len(linear)
+        self._blank = [blank_delta(mixer, model.dtype, self.device) for mixer in linear]
+
+    def new_cache(self, batch: int, capacity: int, context: Context | None = None) -> StateCache:
+        """Return an empty cache; see ``Engine.new_cache``."""
+        return StateCache(batch, capacity, self._blank, self._attending)
+
+    @torch.inference_mode()
+    def forward(self, cache: KVCache, tokens: Tensor, block: Block, keep: list[int] | None = None) -> Output:
+        """Run this engine on new tokens; see ``Engine.forward``."""
+        assert isinstance(cache, StateCache)
+        wanted = list(range(block.n)) if keep is None else keep
+        if block.tree is None:
+            return self._read_chains(cache, tokens, block, wanted)
+        paths = paths_of(block.tree.below.to(self.device))
+        slots, rows = block.rows or range(len(tokens)), paths.row.tolist()
+        starts, longest = tuple(block.starts[row] for row in rows), paths.nodes.shape[1]
+        copies = cache.copy([slots[row] for row in rows], max(starts) + longest)
+        chains = tokens[paths.row[:, None], paths.nodes]
+        out = self._read_chains(copies, chains, Block(starts, longest), list(range(longest)))
+        for i, stored in enumerate(copies.states):
+            if stored is not None:  # [paths, 2 H_kv, capacity, D]
+                slot = torch.tensor(block.starts, device=stored.device)[:, None] + paths.depth
+                cache.write(i, stored[paths.path, :, slot].transpose(1, 2), block)
+        for i, start in enumerate(block.starts):
+            for node in wanted:
+                path, depth = int(paths.path[i, node]), int(paths.depth[i, node])
+                cache.save(slots[i], start + node + 1, copies.saved(path, start + depth + 1))
+        hidden, logits = (x[paths.path[:, wanted], paths.depth[:, wanted]] for x in (out.hidden, out.logits))
+        features = None if out.features is None else out.features[paths.path, paths.depth]
+        return Output(logits, hidden, features)
+
+    def _read_chains(self, cache: StateCache, tokens: Tensor, block: Block, wanted: list[int]) -> Output:
+        """Read chains, tokens [b, n]; store keys and values of all, and the states after those that are wanted."""
+        rows, h = block.rows or range(len(tokens)), self._body.embed_tokens(tokens)
+        positions = block.positions(self.device).expand(len(tokens), -1)
+        if self.limit is not None:
+            positions = positions.clamp_max(self.limit - 1)  # of rows that are at the end, and draft nothing
+        angles = self._body.rotary_emb(h, positions)
+        visible = block.visible(None, self.device)
+        if visible is None:
+            visible = torch.ones(1, 1, block.n, block.end, dtype=torch.bool, device=self.device)
+        mask = additive_mask(visible.expand(len(tokens), -1, -1, -1), self._dtype)
+        states, entering, after, attending = iter(cache.load(rows, block.starts)), [], [], 0
+        for i, layer in enumerate(self._body.layers):
+            if i in self._features:
+                entering.append(h)
+            normed = layer.input_layernorm(h)
+            if layer.block_type == "linear_attention":
+                mixed, states_after = _delta(layer.linear_attn, normed, next(states), wanted)
+                after.append(states_after)
+            else:
+                mixed, _ = layer.self_attn(
+                    hidden_states=normed,
+                    position_embeddings=angles,
+                    attention_mask=mask,
+                    past_key_values=_Slots(cache, block, attending),
+                )
+                attending += 1
+            h = h + mixed
+            read = layer.mlp(layer.post_attention_layernorm(h))
+            h = h + (read[0] if isinstance(read, tuple) else read)
+        for i, (row, start) in enumerate(zip(rows, block.starts, strict=True)):
+            for j, node in enumerate(wanted):
+                cache.save(row, start + node + 1, [State(*(z[i, j] for z in layer)) for layer in after])
+        h = self._body.norm(h)
+        if self.layers in self._features:
+            entering.append(h)
+        hidden = h[:, wanted]
+        features = torch.cat(entering, -1) if entering else None
+        return Output(self._head(hidden)[..., : self.vocab_size], hidden, features)
+
+
+class _Slots:
+    """One attention layer's part of a ``KVCache``, as the attention of ``transformers`` calls it."""
+
+    def __init__(self, cache: KVCache, block: Block, layer: int):
+        self._cache, self._block, self._layer = cache, block, layer
+
+    def update(self, keys: Tensor, values: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
+        """Store keys and values [b, H_kv, n, D], and return all that the block's tokens may see."""
+        return self._cache.update(self._layer, keys, values, self._block)
+
+
 class State(NamedTuple):
     """The state of a layer after the tokens that it has read.
 
     Attributes:
         window: [..., C, k], the last k inputs of the convolution.
-        memory: [..., D, N] (Mamba) or [..., heads, D, N] (Mamba 2), in float32.
+        memory: [..., D, N] (Mamba) or [..., heads, D, N] (Mamba 2, gated DeltaNet), in float32.
     """
 
     window: Tensor
@@ -136,7 +253,7 @@ def blank(mixer: KnownModel, dtype: torch.dtype, device: torch.device) -> State:
 def _mamba(mixer: KnownModel, x: Tensor, before: State) -> tuple[Tensor, State]:
     """Compute a layer of Mamba (Gu and Dao 2023, arXiv 2312.00752) or FalconMamba, which norms B, C and the step."""
     mixed, gate = mixer.in_proj(x).chunk(2, -1)
-    mixed, windows = _convolve(mixer, mixed, before.window)
+    mixed, windows = _convolve(mixer.conv1d, mixer.act, mixed, before.window)
     size = mixer.ssm_state_size
     step, b, c = mixer.x_proj(mixed).split([mixer.time_step_rank, size, size], -1)
     if hasattr(mixer, "dt_layernorm"):
@@ -152,7 +269,7 @@ def _mamba2(mixer: KnownModel, x: Tensor, before: State) -> tuple[Tensor, State]
     """Compute a layer of Mamba 2 (Dao and Gu 2024, arXiv 2405.21060): a decay for each head, B and C for groups."""
     heads, size, groups = mixer.num_heads, mixer.ssm_state_size, mixer.n_groups
     gate, mixed, step = mixer.in_proj(x).split([mixer.intermediate_size, mixer.conv_dim, heads], -1)
-    mixed, windows = _convolve(mixer, mixed, before.window)
+    mixed, windows = _convolve(mixer.conv1d, mixer.act, mixed, before.window)
     values, b, c = mixed.float().split([mixer.intermediate_size, groups * size, groups * size], -1)
     b, c = (z.unflatten(-1, (groups, size)).repeat_interleave(heads // groups, -2) for z in (b, c))  # [b, n, heads, N]
     values = values.unflatten(-1, (heads, -1))  # [b, n, heads, D]
@@ -171,13 +288,66 @@ MIXERS: dict[str, Mix] = {
 """Class of a state-space model -> what computes its layers."""
 
 
-def _convolve(mixer: KnownModel, x: Tensor, window: Tensor) -> tuple[Tensor, Tensor]:
+HYBRIDS = ("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM")
+"""Classes of models that ``HybridEngine`` computes."""
+
+
+def blank_delta(mixer: KnownModel, dtype: torch.dtype, device: torch.device) -> State:
+    """Return the state of a gated DeltaNet before the first token, without a batch dimension.
+
+    Args:
+        mixer: of the layer. dtype: of the window. device: of both parts.
+    """
+    return State(
+        torch.zeros(mixer.conv_dim, mixer.conv_kernel_size, dtype=dtype, device=device),
+        torch.zeros(mixer.num_v_heads, mixer.head_k_dim, mixer.head_v_dim, device=device),
+    )
+
+
+def _delta(mixer: KnownModel, x: Tensor, before: State, wanted: Sequence[int]) -> tuple[Tensor, State]:
+    """Compute a gated DeltaNet (Yang et al. 2024, arXiv 2412.06464) of inputs [b, n, H].
+
+    The memory decays, then the value that it has for a key moves towards the token's: S ← γ S + k (β (v - γ Sᵀ k))ᵀ.
+
+    Returns:
+        Outputs [b, n, H], and the states after the wanted tokens, [b, wanted, ...].
+    """
+    if hasattr(mixer, "in_proj_qkvz"):
+        parts = mixer.fix_query_key_value_ordering(mixer.in_proj_qkvz(x), mixer.in_proj_ba(x))
+        *qkv, z, b, a = parts
+        mixed = torch.cat([part.flatten(2) for part in qkv], -1)
+    else:
+        mixed, b, a = mixer.in_proj_qkv(x), mixer.in_proj_b(x), mixer.in_proj_a(x)
+        z = mixer.in_proj_z(x).unflatten(-1, (-1, mixer.head_v_dim))
+    mixed, windows = _convolve(mixer.conv1d, ACT2FN[mixer.activation], mixed, before.window)
+    q, k, v = mixed.float().split([mixer.key_dim, mixer.key_dim, mixer.value_dim], -1)
+    q, k = (part.unflatten(-1, (mixer.num_k_heads, -1)) for part in (q, k))
+    q, k = (part * torch.rsqrt(part.square().sum(-1, keepdim=True) + 1e-6) for part in (q, k))
+    q, k = (part.repeat_interleave(mixer.num_v_heads // mixer.num_k_heads, 2) for part in (q, k))  # [b, n, heads, K]
+    q, v = q * mixer.head_k_dim**-0.5, v.unflatten(-1, (mixer.num_v_heads, -1))
+    decay = torch.exp(-mixer.A_log.float().exp() * F.softplus(a.float() + mixer.dt_bias))  # [b, n, heads]
+    rate, memory, kept, outputs = b.sigmoid().float(), before.memory, {}, []
+    for t in range(x.shape[1]):
+        memory = memory * decay[:, t, :, None, None]  # [b, heads, K, V]
+        known = (memory * k[:, t, :, :, None]).sum(-2)
+        change = (v[:, t] - known) * rate[:, t, :, None]
+        memory = memory + k[:, t, :, :, None] * change[:, :, None]
+        outputs.append((memory * q[:, t, :, :, None]).sum(-2))
+        if t in wanted:
+            kept[t] = memory
+    y = mixer.norm(torch.stack(outputs, 1).to(x.dtype).flatten(0, 2), z.flatten(0, 2))
+    after = State(windows[:, list(wanted)], torch.stack([kept[t] for t in wanted], 1))
+    return mixer.out_proj(y.view(*x.shape[:2], -1)), after
+
+
+def _convolve(
+    convolution: nn.Conv1d, activation: Callable[[Tensor], Tensor], x: Tensor, window: Tensor
+) -> tuple[Tensor, Tensor]:
     """Return the convolution, activated, of x [b, n, C] after a window [b, C, k], and the window after each token."""
-    convolution = mixer.conv1d
     inputs = torch.cat((window, x.mT), -1)  # [b, C, k + n]
     windows = inputs.unfold(-1, window.shape[-1], 1)[:, :, 1:]  # [b, C, n, k]
     out = F.conv1d(inputs[..., 1:], convolution.weight, convolution.bias, groups=len(convolution.weight))
-    return mixer.act(out).mT, windows.transpose(1, 2)
+    return activation(out).mT, windows.transpose(1, 2)
 
 
 def _recurrence(memory: Tensor, decay: Tensor, added: Tensor) -> Tensor:
@@ -196,22 +366,26 @@ Layers = Sequence[State]
 class StateCache(KVCache):
     """A cache that has, for each row, the layer states before every slot from which the row may continue.
 
+    Attention layers between them have keys and values.
+
     A state contains all tokens before it, so that none can be taken back from it: the states after drafted tokens are
     kept until it is known which of them were accepted (``commit``).
 
     Args:
-        batch: rows. capacity: tokens per row, which takes no memory here.
-        blank: the state of each layer before the first token.
+        batch: rows. capacity: tokens per row, which takes no memory for the states.
+        blank: the state of each layer before the first token. attending: number of attention layers.
     """
 
-    def __init__(self, batch: int, capacity: int, blank: Layers):
-        super().__init__(0, batch, capacity)
+    def __init__(self, batch: int, capacity: int, blank: Layers, attending: int = 0):
+        super().__init__(attending, batch, capacity)
         self._blank = blank
         self._saved: list[dict[int, Layers]] = [{} for _ in range(batch)]
 
     @property
     def bytes(self) -> int:
-        return sum(z.nbytes for row in self._saved for layers in row.values() for state in layers for z in state)
+        return super().bytes + sum(
+            z.nbytes for row in self._saved for layers in row.values() for state in layers for z in state
+        )
 
     def load(self, rows: Sequence[int], starts: Sequence[int]) -> list[State]:
         """Return the states of each layer before these slots, [b, ...]; a row that starts at 0 begins anew.
@@ -225,6 +399,10 @@ class StateCache(KVCache):
         each = [self._saved[row][start] for row, start in zip(rows, starts, strict=True)]
         return [State(*map(torch.stack, zip(*layer, strict=True))) for layer in zip(*each, strict=True)]
 
+    def saved(self, row: int, slot: int) -> Layers:
+        """Return the states of all layers of a row before a slot."""
+        return self._saved[row][slot]
+
     def save(self, row: int, slot: int, state: Layers) -> None:
         """Store the states of all layers before a slot.
 
@@ -234,16 +412,18 @@ class StateCache(KVCache):
         self._saved[row][slot] = state
 
     def copy(self, rows: Sequence[int], capacity: int) -> StateCache:
-        copies = StateCache(len(rows), capacity, self._blank)
+        copies = StateCache(len(rows), capacity, self._blank, len(self.states))
+        copies.states = super().copy(rows, capacity).states
         copies._saved = [dict(self._saved[row]) for row in rows]
         return copies
 
     def commit(self, row: int, start: int, nodes: Sequence[int] = ()) -> None:
+        super().commit(row, start, nodes)
         saved = self._saved[row]
         state = saved[start + nodes[-1] + 1] if nodes else saved.get(start, self._blank)
         # Clones: a view would keep the states of all rows and tokens of its pass in memory.
         self._saved[row] = {start + len(nodes): [State(*(z.clone() for z in layer)) for layer in state]}
 
     def select(self, rows: Sequence[int]) -> None:
-        self.batch = len(rows)
+        super().select(rows)
         self._saved = [self._saved[row] for row in rows]

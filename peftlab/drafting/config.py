@@ -704,11 +704,36 @@ def layer_cost(kind: str, target: TargetWeights, once: float = 0.0) -> DraftCost
     return DraftCost(kind, "1 layer", recipe, once, each, tree=True, width=FEATURE_TREE)
 
 
+OWN_LAYER = "target"
+"""``from`` of an mtp draft that is the layer in the target's checkpoint."""
+STITCHED = "stitched"
+"""Such a layer in a copy of the target, as ``draft export --for`` names it."""
+
+
 class MtpDraft(StateConfig):
     """One transformer layer on the target's last state, used for every drafted token (FastMTP, arXiv 2509.18362)."""
 
     kind: Literal["mtp"] = "mtp"
     decay: float = Field(default=0.6, gt=0, le=1, description="The loss of step k (from 0) is weighted decay^k.")
+    vocabulary: int | None = Field(
+        default=8192,
+        ge=1,
+        description="Draft N tokens only, the most frequent of the target's text, and report the ceiling p(V_d). null, "
+        "or as many as the target has: all, which is the default of from: target.",
+    )
+    from_: str | None = Field(
+        default=None,
+        alias="from",
+        description="target: the layer for multi-token prediction in the target's own checkpoint (Qwen3-Next, Qwen3.5, "
+        "GLM-4.5, DeepSeek-V3). Else a run or directory of an mtp draft to continue from; null: a new one.",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _whole_vocabulary(cls, values: object) -> object:
+        if isinstance(values, dict) and OWN_LAYER in (values.get("from"), values.get("from_")):
+            return {"vocabulary": None} | values  # as engines draft with it
+        return values
 
     @classmethod
     def costs(cls, target: TargetWeights) -> list[DraftCost]:

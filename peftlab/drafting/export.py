@@ -6,6 +6,7 @@ vllm          a plain directory, for the speculative method ``draft_model``, wit
               ``use_heterogeneous_vocab``; eagle3 for ``eagle3``; pard, which ``draft_model`` drafts with in one pass
 sglang        a plain directory, for the algorithm ``STANDALONE``; eagle3 for ``EAGLE3``; gated_lora for ``UNO``
 llama.cpp     a GGUF file: a plain model for ``draft-simple``; eagle3 for ``draft-eagle3``
+stitched      a copy of the target with its own mtp layer, tuned, for vllm's ``mtp`` and sglang's ``NEXTN``
 ============  ==========================================================
 
 Which engine loads what is in ``docs/drafts/training_drafts.md``.
@@ -25,7 +26,7 @@ import torch
 
 from peftlab.checkpoints.gguf import load_values, write_model
 from peftlab.drafting.base import DraftExporter, DraftKind, llama_command
-from peftlab.drafting.config import DraftConfig
+from peftlab.drafting.config import STITCHED, DraftConfig
 from peftlab.drafting.table import find_draft
 from peftlab.drafting.target import check_tokenizers
 from peftlab.errors import PeftlabError, did_you_mean
@@ -68,7 +69,7 @@ def export_draft(
         PeftlabError: the consumer cannot load such a draft or target (nothing is written), or what was written
             differs.
     """
-    if consumer not in (consumers := (*CONSUMERS, LLAMA_CPP)):
+    if consumer not in (consumers := (*CONSUMERS, LLAMA_CPP, STITCHED)):
         raise PeftlabError(f"--for {consumer}: one of {', '.join(consumers)}{did_you_mean(consumer, consumers)}")
     source, out = Path(source), Path(out)
     if not source.is_dir():
@@ -85,6 +86,8 @@ def export_draft(
         with staged_directory(out, "model", overwrite=overwrite, inputs=inputs) as staging:
             difference = found.write(target, staging, gamma)
         return ExportedDraft(out, consumer, found.command(served, os.path.abspath(out), gamma), difference)
+    if consumer not in CONSUMERS:
+        raise PeftlabError(f"--for {consumer}: {place} is a model of its own; stitched is for a target's own mtp layer")
     plain, common = found, None
     command = CONSUMERS[consumer](target, out, gamma)
     if consumer == "vllm":
@@ -175,7 +178,7 @@ def served_reference(target: str, consumer: str) -> str:
     """
     place = locate(target)
     if isinstance(place, Path) and place.is_file():
-        name = {"vllm": "vLLM", "sglang": "SGLang"}[consumer]
+        name = {"vllm": "vLLM", "sglang": "SGLang"}.get(consumer, consumer)
         raise PeftlabError(
             f"--for {consumer}: the target {target} is a GGUF file, which {name} without a plugin does not load; load "
             "it with from_pretrained(..., gguf_file=...), save_pretrained it to a directory and name that"

@@ -1,23 +1,35 @@
-"""FastMTP: one transformer layer over the target's last state and the next token (arXiv 2509.18362)."""
+"""FastMTP: one transformer layer over the target's last state and the next token (arXiv 2509.18362).
+
+The layer is a new one, a Qwen3's, or the target's own: Qwen3-Next, Qwen3.5, GLM-4.5 and DeepSeek-V3 checkpoints carry
+a layer for multi-token prediction, which transformers leaves out when it loads the model (``OwnLayer``).
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import copy
+import json
+import re
+import shlex
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
-from peftlab.checkpoints.tensors import read_tensors, write_tensors
+from peftlab.checkpoints.tensors import DTYPES, PickleShard, Shard, open_shards, read_tensors, write_tensors
 from peftlab.decoding.cache import Block, KVCache
 from peftlab.decoding.flat import structure_of
 from peftlab.decoding.packed import pack_linears
+from peftlab.decoding.state_drafters import FeatureDrafter
 from peftlab.decoding.theory import RankRates
 from peftlab.drafting.acceptance import read_ranks
-from peftlab.drafting.base import DraftExporter
-from peftlab.drafting.config import MtpDraft
+from peftlab.drafting.base import DraftExporter, SavedDraft, ServedDraft
+from peftlab.drafting.config import OWN_LAYER, STITCHED, MtpDraft
 from peftlab.drafting.state_network import (
     FORMAT,
     WEIGHTS,
@@ -39,9 +51,12 @@ from peftlab.drafting.state_network import (
     token_maps,
 )
 from peftlab.drafting.table import DRAFTS
-from peftlab.drafting.target import IDENTITY_FILE, head_weight, input_embedding
-from peftlab.errors import PeftlabError
-from peftlab.files import Json, read_object, typed_value, write_json
+from peftlab.drafting.target import IDENTITY_FILE, check_tokenizer, head_weight, input_embedding
+from peftlab.errors import PeftlabError, did_you_mean
+from peftlab.files import MARK, Json, read_object, typed_value, write_json
+from peftlab.models.config import find_model, model_place
+from peftlab.models.load import load_config, load_tokenizer
+from peftlab.untyped import KnownModel, Unwrapped
 
 
 class MtpLayer(nn.Module):
@@ -78,9 +93,19 @@ class Mtp(StateNetwork):
     Parameters are named as in the files of speculators' ``mtp``; the LM head's rows are the target's and not written.
     """
 
-    def __init__(self, shape: NetworkShape, embedding: Tensor, head: Tensor, tokens: Tensor | None = None):
+    layer_values: Mapping[str, Json] | None = None
+    """The target's configuration, where the layer is of its class; None: a Qwen3's layer of ``shape``."""
+
+    def __init__(
+        self,
+        shape: NetworkShape,
+        embedding: Tensor,
+        head: Tensor,
+        tokens: Tensor | None = None,
+        layer: nn.Module | None = None,
+    ):
         super().__init__(shape, embedding, head, tokens)
-        self.mtp_layers = nn.ModuleList([MtpLayer(shape)])
+        self.mtp_layers = nn.ModuleList([MtpLayer(shape) if layer is None else layer])
         self.norm = nn.Identity()  # the layer ends with its own
 
     def fuse(self, features: Tensor) -> Tensor:
@@ -90,6 +115,243 @@ class Mtp(StateNetwork):
     def layer(self, embedded: Tensor, states: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
         """Return the layer's outputs; see ``StateNetwork``."""
         return self.mtp_layers[0](embedded, states, rotation, attend)
+
+
+@dataclass(frozen=True)
+class Family:
+    """How the checkpoints of a family name their MTP layer, and how engines compute it.
+
+    Attributes:
+        start: of its keys; ``{layers}`` stands for the number of the target's layers.
+        block: start of the keys of its decoder layer, after ``start``.
+        names: of the map and the norms around the decoder layer, as here -> in the checkpoint.
+        copies: keys under ``start`` that repeat the target's embeddings and LM head.
+        pre_norm: the next step reads the output before the final norm; else the normed output, as the LM head does.
+        blank_first: at position 0 the layer reads zeros in place of the token's embedding.
+    """
+
+    start: str
+    block: str
+    names: Mapping[str, str]
+    copies: tuple[str, ...] = ()
+    pre_norm: bool = False
+    blank_first: bool = False
+
+
+_QWEN = Family(
+    "mtp.", "layers.0.", {"input_proj": "fc", "token_layernorm": "pre_fc_norm_embedding",
+                          "hidden_layernorm": "pre_fc_norm_hidden", "final_layernorm": "norm"},
+)  # fmt: skip
+_DEEPSEEK = Family(
+    "layers.{layers}.", "", {"input_proj": "eh_proj", "token_layernorm": "enorm", "hidden_layernorm": "hnorm",
+                             "final_layernorm": "shared_head.norm"},
+    copies=("embed_tokens.weight", "shared_head.head.weight"), blank_first=True,
+)  # fmt: skip
+
+FAMILIES: dict[str, Family] = {
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), _QWEN),
+    "deepseek_v3": _DEEPSEEK,
+    # vLLM passes GLM's output on before the final norm; SGLang and transformers after it, which vLLM does for DeepSeek.
+    "glm4_moe": replace(_DEEPSEEK, pre_norm=True),
+}
+"""``model_type`` of the text model -> its family."""
+
+_EXPERTS = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)")
+
+
+@dataclass(frozen=True)
+class OwnLayer:
+    """The MTP layer in a checkpoint, as it is stored.
+
+    Attributes:
+        directory: of the checkpoint. family: of the target. start: of the layer's keys.
+        shards: key -> the weight file that has it, for these keys alone.
+    """
+
+    directory: Path
+    family: Family
+    start: str
+    shards: Mapping[str, Shard]
+
+    def parts(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Yield each key of the checkpoint with what it stores of these tensors, as a view.
+
+        Checkpoints have a tensor for each map of each expert, where transformers has one for all experts.
+
+        Args:
+            tensors: of the layer, by their names here.
+        """
+        for name, tensor in tensors.items():
+            module, _, rest = name.partition(".")
+            other = self.family.names.get(module)
+            key = self.start + (self.family.block + name if other is None else f"{other}.{rest}")
+            stacked = _EXPERTS.fullmatch(key)
+            if key in self.shards or stacked is None:
+                yield key, tensor
+                continue
+            for i, expert in enumerate(tensor):
+                maps = ("down_proj",) if stacked[2] == "down_proj" else ("gate_proj", "up_proj")
+                for part, view in zip(maps, expert.chunk(len(maps)), strict=True):
+                    yield f"{stacked[1]}.{i}.{part}.weight", view
+
+    def matched(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return ``parts`` by key, each key of the layer exactly once.
+
+        Raises:
+            PeftlabError: the checkpoint lacks a key, has others, or one of another shape or kind of number.
+        """
+        parts = dict(self.parts(tensors))
+        if missing := sorted(parts.keys() - self.shards.keys()):
+            raise PeftlabError(f"{self.directory}: its MTP layer lacks {', '.join(missing[:5])}")
+        copies = {self.start + name for name in self.family.copies}
+        if unread := sorted(self.shards.keys() - parts.keys() - copies):
+            raise PeftlabError(
+                f"{self.directory}: {', '.join(unread[:5])} are not of one MTP layer in plain numbers; a checkpoint "
+                "that stores it quantised, or has several such layers, is not read"
+            )
+        for key, tensor in parts.items():
+            entry = self.shards[key].entries[key]
+            if entry.shape != tuple(tensor.shape):
+                raise PeftlabError(
+                    f"{self.directory}: {key} has shape {entry.shape}, and {tuple(tensor.shape)} fits this target"
+                )
+            if DTYPES[entry.dtype] not in (torch.float32, torch.bfloat16, torch.float16):
+                raise PeftlabError(f"{self.directory}: {key} is stored as {entry.dtype}; F32, BF16 or F16 is read")
+        return parts
+
+
+def find_own_layer(reference: str, config: PretrainedConfig, key: str, revision: str | None = None) -> OwnLayer:
+    """Return the MTP layer in the checkpoint of a target; no values are read.
+
+    Args:
+        reference: of the target; of an adapter it is the base's. config: of the target.
+        key: what asks for it, for messages. revision: of a hub model.
+
+    Raises:
+        PeftlabError: the target's family has no such layer, or its checkpoint lacks it.
+    """
+    text = config.get_text_config(decoder=True)
+    family = FAMILIES.get(text.model_type)
+    if family is None:
+        raise PeftlabError(
+            f"{key}: {reference} is a {text.model_type}, which has no MTP layers of its own; {', '.join(FAMILIES)} "
+            "have. draft: {kind: mtp} without from trains a new layer for it"
+        )
+    parts = find_model(reference, revision=revision)
+    place = model_place(parts.base, "target", revision=parts.revision)
+    if place.is_file():
+        raise PeftlabError(f"{key}: {place} is a GGUF file; MTP layers are read from a checkpoint in safetensors")
+    where = family.start.format(layers=text.num_hidden_layers)
+    first = f"{where}{family.names['input_proj']}.weight"
+    owners = {name: shard for shard in open_shards(place) for name in shard.entries}
+    starts = [name.removesuffix(first) + where for name in owners if name == first or name.endswith(f".{first}")]
+    if len(starts) != 1:
+        raise PeftlabError(
+            f"{key}: {place} has no MTP layer: no tensor is called {first}. What transformers saves lacks it: name "
+            "the released checkpoint, or what peftlab merged. draft: {kind: mtp} without from trains a new layer"
+        )
+    (start,) = starts
+    return OwnLayer(place, family, start, {name: shard for name, shard in owners.items() if name.startswith(start)})
+
+
+_ATTENTION = "peftlab_attend"
+
+
+def _attention(
+    module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: None, *, scaling: float, attend: Attend, **_: object
+) -> tuple[Tensor, None]:
+    """Attend as ``Attend`` does, for transformers' layers: its products are scaled by 1/√D, theirs by ``scaling``."""
+    return attend(q * (scaling * q.shape[-1] ** 0.5), k, v).transpose(1, 2), None
+
+
+AttentionInterface.register(_ATTENTION, _attention)
+
+
+def blank_own_layer(target: PreTrainedModel) -> nn.Module:
+    """Return a decoder layer of the target's class with the map and the norms of an MTP layer, on the meta device."""
+    decoder: KnownModel = target.get_decoder()
+    config: Unwrapped = copy.deepcopy(target.config.get_text_config(decoder=True))
+    # What depends on the number of a layer: this one has full attention, and experts where the family has them.
+    settings = {"num_hidden_layers": 1, "layer_types": ["full_attention"], "mlp_layer_types": ["sparse"]}
+    settings |= {"first_k_dense_replace": 0, "mlp_only_layers": [], "decoder_sparse_step": 1}
+    for name, value in settings.items():
+        if getattr(config, name, None) is not None:
+            setattr(config, name, value)
+    config._attn_implementation = _ATTENTION
+    width, norm = config.hidden_size, type(decoder.norm)
+    with torch.device("meta"):
+        layer: nn.Module = type(decoder.layers[0])(config, 0)
+        layer.add_module("input_proj", nn.Linear(2 * width, width, bias=False))
+        for name in ("hidden_layernorm", "token_layernorm", "final_layernorm"):
+            layer.add_module(name, norm(width, eps=config.rms_norm_eps))
+    return layer
+
+
+class OwnMtp(Mtp):
+    """The target's own MTP layer, computed by the modules of transformers.
+
+    Args:
+        target: the model. layer: as ``blank_own_layer`` makes it, with values.
+    """
+
+    def __init__(self, target: PreTrainedModel, layer: nn.Module):
+        text = target.config.get_text_config(decoder=True)
+        shape = shape_for(target.config, (text.num_hidden_layers,))
+        super().__init__(shape, input_embedding(target), head_weight(target), layer=layer)
+        decoder: KnownModel = target.get_decoder()
+        self.angles_of = decoder.rotary_emb.forward  # no part of this module: its numbers stay in float32
+        self.family = FAMILIES[text.model_type]
+        self.layer_values = json.loads(text.to_json_string(use_diff=False))
+        self._stored = {name: tensor.dtype for name, tensor in layer.state_dict().items()}
+
+    def rows(self, tokens: Tensor, states: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """Return the outputs of rows; see ``StateNetwork``."""
+        layer: Unwrapped = self.mtp_layers[0]
+        embedded = F.embedding(tokens, self.embedding).to(states.dtype)
+        if self.family.blank_first:
+            embedded = embedded.masked_fill((positions == 0)[..., None], 0)
+        both = torch.cat((layer.token_layernorm(embedded), layer.hidden_layernorm(states)), -1)
+        angles = self.angles_of(states, positions)
+        hidden = layer(layer.input_proj(both), position_embeddings=angles, attend=attend)
+        return hidden if self.family.pre_norm else layer.final_layernorm(hidden)
+
+    def read_by_head(self, states: Tensor) -> Tensor:
+        """Return what the LM head reads for these outputs, [..., H] -> [..., H]."""
+        layer: Unwrapped = self.mtp_layers[0]
+        return layer.final_layernorm(states) if self.family.pre_norm else states
+
+    def round(self) -> None:
+        """Convert each tensor to the dtype in which the checkpoint has it."""
+        layer: Unwrapped = self.mtp_layers[0]
+        for name, tensor in layer.state_dict(keep_vars=True).items():
+            tensor.data = tensor.data.to(self._stored[name])
+
+
+def read_own_layer(own: OwnLayer, target: PreTrainedModel) -> tuple[OwnMtp, tuple[str, ...]]:
+    """Return the MTP layer of a target with the checkpoint's values, and warnings.
+
+    Args:
+        own: where it is. target: the model.
+
+    Raises:
+        PeftlabError: see ``OwnLayer.matched``.
+    """
+    layer = blank_own_layer(target)
+    own.matched(layer.state_dict())
+    whole: dict[str, Tensor] = {}
+    for name, tensor in layer.state_dict().items():
+        first = next(key for key, _ in own.parts({name: tensor}))
+        whole[name] = torch.empty(tensor.shape, dtype=DTYPES[own.shards[first].entries[first].dtype])
+    for key, part in own.parts(whole):
+        part.copy_(own.shards[key].read(key))
+    layer.load_state_dict(whole, assign=True)
+    warnings = []
+    for name, mine in zip(own.family.copies, (input_embedding(target), head_weight(target)), strict=False):
+        if (key := own.start + name) in own.shards:
+            stored = own.shards[key].read(key)
+            if stored.shape != mine.shape or not torch.equal(stored.to(mine.dtype), mine.detach().cpu()):
+                warnings.append(f"{own.directory}: {key} is not the target's own, which is used here")
+    return OwnMtp(target, layer).eval(), tuple(warnings)
 
 
 class MtpStep(nn.Module):
@@ -128,7 +390,7 @@ class MtpStep(nn.Module):
         """Return the outputs of rows, [b, n, H], and store their keys and values in the cache."""
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            keys, values = cache.write(0, torch.cat((k, v), 1), block)
+            keys, values = cache.update(0, k, v, block)
             return F.scaled_dot_product_attention(q, keys, values, attn_mask=visible, enable_gqa=True)
 
         return self.network.rows(tokens, states, positions, attend)
@@ -142,7 +404,7 @@ _HEAD = "lm_head.weight"  # the target's, not written
 
 
 def write_mtp(network: Mtp, directory: Path, *, target: str, architecture: str, tokens: int) -> None:
-    """Write a layer into an existing directory, and check the round trip.
+    """Write a layer into an existing directory, and check what it contains.
 
     Neither embeddings nor LM head are written: they are the target's. Of a reduced vocabulary there are ``d2t`` and
     ``t2d``, as in eagle3's files, which speculators does not know in this type.
@@ -155,6 +417,8 @@ def write_mtp(network: Mtp, directory: Path, *, target: str, architecture: str, 
     """
     shape, dtype = network.shape, network.mtp_layers[0].get_parameter("input_proj.weight").dtype
     layer = layer_config(shape, dtype) | {"model_type": "qwen3", "num_hidden_layers": shape.features[0]}
+    if network.layer_values is not None:
+        layer = dict(network.layer_values)
     config: dict[str, Json] = {
         "architectures": ["MTPDraftModel"],
         "speculators_model_type": "mtp",
@@ -167,7 +431,11 @@ def write_mtp(network: Mtp, directory: Path, *, target: str, architecture: str, 
     tensors = _tensors(network)
     write_tensors(directory / WEIGHTS, tensors, {"format": "pt"})
     write_json(directory / "config.json", config)
-    check_written(tensors, _tensors(read_mtp(directory, network.embedding, network.embedding)), directory)
+    if network.layer_values is not None:
+        back, _ = read_tensors(directory / WEIGHTS)
+    else:
+        back = _tensors(read_mtp(directory, network.embedding, network.embedding))
+    check_written(tensors, back, directory)
 
 
 def _tensors(network: Mtp) -> dict[str, Tensor]:
@@ -193,7 +461,7 @@ def read_mtp(directory: str | Path, embedding: Tensor, head: Tensor) -> Mtp:
         or layer.get("model_type") != "qwen3"
         or config.get("num_nextn_predict_layers", 1) != 1
     ):
-        raise PeftlabError(f"{file}: not one layer of a Qwen3 of speculators' type mtp")
+        raise PeftlabError(f"{file}: not one layer of a Qwen3, or of {', '.join(FAMILIES)}, of speculators' type mtp")
     shape = replace(read_sizes(layer, file), features=(typed_value(layer, "num_hidden_layers", int, file),))
     check_embedding(shape, embedding, directory)
     tensors, _ = read_tensors(directory / WEIGHTS)
@@ -211,6 +479,42 @@ def read_mtp(directory: str | Path, embedding: Tensor, head: Tensor) -> Mtp:
     return network.eval()
 
 
+def _layer_values(directory: Path) -> dict[str, Json]:
+    """Return the configuration of the layer in a directory."""
+    file = directory / "config.json"
+    return typed_value(read_object(file), "transformer_layer_config", dict, file)
+
+
+def read_tuned_layer(directory: Path, target: PreTrainedModel) -> OwnMtp:
+    """Return the layer of a target that was tuned; every key is used exactly once.
+
+    Args:
+        directory: of the layer. target: the model.
+
+    Raises:
+        PeftlabError: the target is of another family or other sizes, or a key is missing, unknown or of another shape.
+    """
+    text, values = target.config.get_text_config(decoder=True), _layer_values(directory)
+    for name in ("model_type", "hidden_size", "vocab_size", "num_hidden_layers"):
+        if values.get(name) != getattr(text, name):
+            raise PeftlabError(
+                f"{directory}: the MTP layer of a target with {name} {values.get(name)}, and this one has "
+                f"{getattr(text, name)}"
+            )
+    tensors, _ = read_tensors(directory / WEIGHTS)
+    drafted = read_object(directory / "config.json").get("draft_vocab_size", text.vocab_size)
+    tokens = drafted_tokens(tensors, drafted if isinstance(drafted, int) else -1, text.vocab_size, directory)
+    layer, first = blank_own_layer(target), "mtp_layers.0."
+    check_shapes({first + name: tensor for name, tensor in layer.state_dict().items()}, tensors, directory)
+    layer.load_state_dict({name.removeprefix(first): tensor for name, tensor in tensors.items()}, assign=True)
+    network = OwnMtp(target, layer)
+    if tokens is not None:
+        tokens = tokens.to(network.device)
+        network.draft_only(network.lm_head.weight[tokens], tokens)
+    network.ranks = read_ranks(directory / IDENTITY_FILE)
+    return network.eval()
+
+
 def new_layer(target: PreTrainedModel) -> Mtp:
     """Return an untrained layer, which gives the target's own next token: it repeats the state that it reads."""
     last = target.config.get_text_config(decoder=True).num_hidden_layers
@@ -222,18 +526,100 @@ def new_layer(target: PreTrainedModel) -> Mtp:
     return network
 
 
+@dataclass(frozen=True)
+class StitchedExport:
+    """Writes a copy of the target with a tuned layer in place of its own; see ``base.DraftExporter``.
+
+    Attributes:
+        place: directory of the draft.
+    """
+
+    place: Path
+
+    def write(self, target: str, directory: Path, gamma: int) -> float:
+        """Copy the target's files, and write the layer over its own: no other byte of any file changes."""
+        config = load_config(target)
+        text, values = config.get_text_config(decoder=True), _layer_values(self.place)
+        if text.model_type != values.get("model_type"):
+            raise PeftlabError(
+                f"{self.place}: the MTP layer of a {values.get('model_type')}, and {target} is a {text.model_type}"
+            )
+        check_tokenizer(self.place, load_tokenizer(target))
+        own = find_own_layer(target, config, "--for stitched")
+        if any(isinstance(shard, PickleShard) for shard in own.shards.values()):
+            raise PeftlabError(f"--for stitched: {own.directory} has pickled weights; save it as safetensors")
+        tensors, _ = read_tensors(self.place / WEIGHTS)
+        tensors = {name: t for name, t in tensors.items() if name not in ("d2t", "t2d")}
+        parts = own.matched({name.removeprefix("mtp_layers.0."): tensor for name, tensor in tensors.items()})
+        for key, part in parts.items():
+            if DTYPES[stored := own.shards[key].entries[key].dtype] != part.dtype:
+                raise PeftlabError(
+                    f"--for stitched: {self.place} has {key} in {part.dtype}, {target} in {stored}; name the "
+                    "checkpoint from which it was tuned"
+                )
+        for file in sorted(own.directory.rglob("*")):
+            if file.is_file() and file.name != MARK:
+                copied = directory / file.relative_to(own.directory)
+                copied.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(file, copied)
+        for key, part in parts.items():  # of the same shape and dtype: in the same place
+            shard = own.shards[key]
+            with open(directory / shard.path.name, "r+b") as opened:
+                opened.seek(shard.entries[key].offset)
+                opened.write(part.contiguous().flatten().view(torch.uint8).numpy().data)
+        written = find_own_layer(str(directory), config, "--for stitched").shards
+        if odd := [key for key, part in parts.items() if not torch.equal(written[key].read(key), part)]:
+            raise PeftlabError(f"{directory}: {', '.join(odd[:5])} were written with other values")
+        return 0.0
+
+    def command(self, target: str, directory: str, gamma: int) -> str:
+        settings = json.dumps({"method": "mtp", "num_speculative_tokens": gamma})
+        return f"vllm serve {shlex.quote(directory)} --speculative-config {shlex.quote(settings)}"
+
+
 class MtpKind(StateKind[MtpDraft]):
-    """A FastMTP layer as a draft."""
+    """A FastMTP layer as a draft: a new one, or the target's own."""
 
     name = "mtp"
 
+    def check(self, target: PretrainedConfig) -> None:
+        """Refuse a target without MTP layers, and to continue from a draft of another kind."""
+        start = self.config.from_
+        if start == OWN_LAYER:
+            find_own_layer(self.recipe.target, target, f"draft.from: {start}", self.recipe.revision)
+        elif start is not None and self.row().find(start) is None and (hint := did_you_mean(start, [OWN_LAYER])):
+            raise PeftlabError(f"draft.from: {start} is no draft{hint}: target is the layer in its own checkpoint")
+        else:
+            super().check(target)
+
+    @property
+    def start_directory(self) -> str | None:
+        """The stored draft from which training continues; None: from a new layer, or the target's own."""
+        return None if self.config.from_ == OWN_LAYER else super().start_directory
+
     def new(self, target: PreTrainedModel) -> Mtp:
-        """Return an untrained layer, which gives the target's own next token; see ``new_layer``."""
-        return new_layer(target)
+        """Return the target's own layer, or an untrained one, which gives the target's own next token."""
+        if self.config.from_ != OWN_LAYER:
+            return new_layer(target)
+        own = find_own_layer(self.recipe.target, target.config, f"draft.from: {OWN_LAYER}", self.recipe.revision)
+        network, warnings = read_own_layer(own, target)
+        for warning in warnings:
+            print(warning)
+        return network
+
+    def drafter(self, saved: SavedDraft | None) -> ServedDraft | None:
+        """Return the target with the network read from disk; before training its own layer drafts, a new one not."""
+        if saved is not None or self.config.from_ != OWN_LAYER:
+            return super().drafter(saved)
+        network = self.new(self.target).to(self.target.device)
+        network.parts_to(self.computing)
+        return ServedDraft(self.target, partial(FeatureDrafter, self.step(network)), network.features)
 
     @classmethod
     def read(cls, place: str | Path, target: PreTrainedModel) -> Mtp:
         """Return the layer in a directory, with the target's rows of the LM head."""
+        if _layer_values(Path(place)).get("model_type") in FAMILIES:
+            return read_tuned_layer(Path(place), target)
         return read_mtp(place, input_embedding(target), head_weight(target))
 
     def write(self, directory: Path, *, architecture: str, tokens: int) -> None:
@@ -256,7 +642,15 @@ class MtpKind(StateKind[MtpDraft]):
 
     @classmethod
     def export(cls, place: str, consumer: str) -> Path | DraftExporter:
-        """Refuse to export: engines serve this method only for families that come with such layers."""
+        """Return what puts a target's own layer back into it; a new layer is refused, which no engine serves."""
+        own = _layer_values(Path(place)).get("model_type") in FAMILIES
+        if own and consumer == STITCHED:
+            return StitchedExport(Path(place))
+        if own:
+            raise PeftlabError(
+                f"--for {consumer}: {place} is the target's own MTP layer, tuned; --for {STITCHED} writes a copy of "
+                "the target with it, which vllm (method mtp) and sglang (NEXTN) serve"
+            )
         raise PeftlabError(
             f"--for {consumer}: {place} is an mtp draft; engines serve such layers only for targets that come with "
             "them (DeepSeek-V3, Qwen3-Next, MiMo and others). For this target train draft: {kind: eagle3}, which vllm "

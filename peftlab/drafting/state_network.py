@@ -846,7 +846,7 @@ class StateKind(DraftKind[StateT]):
                 f"its LM head {tuple(head.shape)}; the layer needs both for the same tokens and states"
             )
         target.requires_grad_(False)
-        start = None if self.config.from_ is None else self.row().find(self.config.from_)
+        start = self.start_directory
         if start is None:
             network = self.new(target)
         else:
@@ -856,7 +856,12 @@ class StateKind(DraftKind[StateT]):
         network.parts_to(trainable_dtype(head), head.device)
         network.train().draft_only(head.to(trainable_dtype(head)), None)
         self.model, self.adapted, self.target = TargetWithNetwork(target, network), target, target
-        self.base = self.recipe.target if self.recipe.method is None else str(start)
+        self.base = self.recipe.target if self.recipe.method is None or start is None else start
+
+    @property
+    def start_directory(self) -> str | None:
+        """The stored draft from which training continues; None: from a new one."""
+        return None if self.config.from_ is None else self.row().find(self.config.from_)
 
     def start(self, place: str, target: PreTrainedModel) -> StateNetwork:
         """Return the stored network from which training continues.

@@ -37,6 +37,11 @@ NEO = {"num_layers": 3, "num_heads": 4, "window_size": WINDOW, "attention_types"
 FALCON = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "max_position_embeddings": CONTEXT}
 OPT = {"hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 3, "num_attention_heads": 4, "word_embed_proj_dim": 32}
 SSM = {"hidden_size": 32, "num_hidden_layers": 3, "state_size": 8}
+HYBRID = {"layer_types": ["linear_attention", "full_attention", "linear_attention"], "linear_num_key_heads": 2}
+HYBRID |= {"linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8, "head_dim": 16}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+LATENT = {"num_key_value_heads": 4, "q_lora_rank": 12, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "n_group": 2}
+LATENT |= {"qk_nope_head_dim": 8, "v_head_dim": 12, "n_routed_experts": 4, "topk_group": 1, "num_experts_per_tok": 2}
 STEEP = {"alibi_bias_max": 2}  # slopes of 1/4 and more, so that a token in the wrong place is seen
 MODELS = {
     "Llama": ("llama", LLAMA),
@@ -56,6 +61,9 @@ MODELS = {
     "Mamba": ("mamba", SSM),
     "Mamba 2": ("mamba2", {**SSM, "num_heads": 4, "head_dim": 16, "n_groups": 2, "chunk_size": 16}),
     "FalconMamba": ("falcon_mamba", SSM),
+    "Qwen3-Next": ("qwen3_next", {**LLAMA, **HYBRID, **EXPERTS, "shared_expert_intermediate_size": 16}),
+    "Qwen3.5": ("qwen3_5_text", {**LLAMA, **HYBRID}),
+    "DeepSeek-V3": ("deepseek_v3", {**LLAMA, **LATENT, "moe_intermediate_size": 16, "first_k_dense_replace": 1}),
 }
 
 
