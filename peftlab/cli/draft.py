@@ -260,7 +260,7 @@ def update(
 
 def export(
     source: Annotated[Path, typer.Argument(help="A draft run, its merged/, or another model directory.")],
-    consumer: Annotated[str, typer.Option("--for", help="transformers, vllm, sglang or llama.cpp.")],
+    consumer: Annotated[str, typer.Option("--for", help="transformers, vllm, sglang, llama.cpp or stitched.")],
     out: Annotated[Path, typer.Option("--out", "-o", help="Directory to write; for llama.cpp a file, FILE.gguf.")],
     target: Target,
     gamma: Gamma = 4,
