@@ -17,7 +17,7 @@ from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from typing import Annotated, Generic, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from peftlab.errors import PeftlabError, did_you_mean
 from peftlab.files import Json
@@ -114,6 +114,15 @@ def _owner(entry: EntryPoint) -> str:
 # --- Sections of a recipe.
 Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]
 """A seed that python's, numpy's and torch's generators all take."""
+
+
+def as_list(value: object) -> object:
+    """Return a text as a list of one; anything else as it is."""
+    return [value] if isinstance(value, str) else value
+
+
+Texts = Annotated[list[str], BeforeValidator(as_list, json_schema_input_type=str | list[str])]
+"""A list of texts; a recipe may write a text where a list of one is meant."""
 
 
 class Section(BaseModel):

@@ -13,7 +13,7 @@ from peftlab.decoding.table import TIMES, NamedRule, Window
 from peftlab.decoding.theory import FEATURE_TREE, REDUCED, DraftCost, TargetWeights
 from peftlab.methods.config import METHODS, MethodConfig
 from peftlab.models.config import MergeConfig, PlainDtype
-from peftlab.registry import Section, Seed
+from peftlab.registry import Section, Seed, Texts
 
 
 class DraftObjective(Section):
@@ -47,7 +47,7 @@ class DraftData(Section):
         description="A file (txt, one prompt per line; jsonl, json, csv, tsv, parquet with texts or chat messages; "
         "package:NAME/path), or the prompts themselves.",
     )
-    targets: list[str] | None = Field(
+    targets: Texts | None = Field(
         default=None,
         min_length=1,
         description="Further targets of the one draft (S2D), models with the target's tokenizer: each continues the "

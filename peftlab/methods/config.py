@@ -19,7 +19,7 @@ from pydantic.json_schema import SkipJsonSchema
 
 from peftlab.errors import PeftlabError
 from peftlab.patterns import matching
-from peftlab.registry import Registry, Section, resolve
+from peftlab.registry import Registry, Section, Texts, resolve
 
 if TYPE_CHECKING:
     import peft
@@ -31,7 +31,7 @@ class MethodConfig(Section):
     """Base of the methods' configurations; ``name``, a ``Literal`` in each, selects the method in a recipe."""
 
     name: str
-    modules_to_save: list[str] | None = Field(
+    modules_to_save: Texts | None = Field(
         default=None,
         description="Further modules to train and save whole, by name suffix; the task head always is.",
     )
@@ -52,7 +52,7 @@ class MethodConfig(Section):
         return ""
 
 
-ALL_LINEAR = "all-linear"
+ALL_LINEAR, QUERY_AND_VALUE = "all-linear", "query-value"
 Start = Literal["pissa", "olora"]
 """The initialisations that take the leading part of the base's weight."""
 Rank = Annotated[int, Field(ge=1)]
@@ -69,7 +69,8 @@ class LoraConfig(MethodConfig):
     lora_dropout: float = Field(default=0.0, ge=0, lt=1, description="Dropout on the input of the low-rank branch.")
     target_modules: list[str] | str | None = Field(
         default=None,
-        description="Name suffixes, one full-match regular expression, or all-linear; null: query and value.",
+        description="Name suffixes, one full-match regular expression, all-linear, or query-value (attention's "
+        "projections, by architecture); null: all-linear for language models, query-value for others.",
     )
     exclude_modules: list[str] | str | None = Field(default=None, description="Of the targets, those to leave out.")
     layers_to_transform: list[int] | int | None = Field(default=None, description="Only the targets in these layers.")
@@ -83,7 +84,7 @@ class LoraConfig(MethodConfig):
     )
     use_rslora: bool = Field(default=False, description="Scale by lora_alpha / sqrt(r) (rank-stabilised).")
     use_dora: bool = Field(default=False, description="Train each output row's norm apart from its direction (DoRA).")
-    target_parameters: list[str] | None = Field(
+    target_parameters: Texts | None = Field(
         default=None,
         description="Expert weights: 3-D parameters by name suffix; without target_modules, these alone.",
     )
@@ -395,6 +396,8 @@ def lora_from_peft(peft_config: peft.LoraConfig) -> LoraConfig:
         )
     values = {name: _plain(getattr(peft_config, name)) for name in fields.keys() & known}
     values = {name: value for name, value in values.items() if value is not None and value != []}
+    if "target_parameters" not in values:  # peft's own default, for language models too
+        values.setdefault("target_modules", QUERY_AND_VALUE)
     try:
         return LoraConfig.model_validate({**values, "train_head": _plain(peft_config.task_type) in _HEADS})
     except ValidationError as error:

@@ -120,8 +120,8 @@ def inject_lora(
 
     Args:
         r: rank. lora_alpha: α. lora_dropout: dropout on the low-rank branch.
-        target_modules: name suffixes, one full-match regular expression, or ``"all-linear"``; None for the
-            architecture's query and value projections.
+        target_modules: name suffixes, one full-match regular expression, ``"all-linear"`` or ``"query-value"``; None
+            for all linear maps of a language model (but its head), and another model's query and value projections.
         options: the other fields of ``peftlab.LoraConfig``.
 
     Raises:
@@ -185,10 +185,21 @@ def count_parameters(model: nn.Module) -> tuple[int, int]:
     return sum(n for n, trains in sizes if trains), sum(n for n, _ in sizes)
 
 
+def adapted_line(model: nn.Module) -> str:
+    """Return which modules the active adapter is in: ``lora in 12 modules: query, value``; empty where in none."""
+    if not is_injected(model):
+        return ""
+    injection = injection_of(model)
+    names = sorted({name.rpartition(".")[2] for name in injection.replaced})
+    return f"{injection.config.name} in {len(injection.replaced):,} modules: {', '.join(names)}" if names else ""
+
+
 def print_trainable_parameters(model: nn.Module) -> None:
-    """Print trainable and total parameter counts and their ratio on one line."""
+    """Print trainable and total parameter counts and their ratio on one line, and on another what an adapter is in."""
     trainable, total = count_parameters(model)
     print(f"trainable params: {trainable:,} || all params: {total:,} || trainable%: {100 * trainable / total:.4f}")
+    if line := adapted_line(model):
+        print(line)
 
 
 @contextmanager

@@ -133,8 +133,8 @@ SITES: dict[str, Sites] = {
 }  # fmt: skip
 
 
-# model_type -> the modules that LoRA adapts by default: the attention's query and value projections (the paper's
-# choice), or the projection that fuses them with the key's, which is then adapted as a whole.
+# model_type -> the attention's query and value projections, which LoRA adapts by default unless the model is a language
+# model; or the projection that fuses them with the key's, which is then adapted as a whole.
 QUERY_VALUE: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(
         (
@@ -219,6 +219,14 @@ def conv1d() -> tuple[type[nn.Module], ...]:
 def model_type(model: nn.Module) -> str:
     """Return the ``model_type`` of a transformers model, or its class name in lower case."""
     return getattr(getattr(model, "config", None), "model_type", None) or type(model).__name__.lower()
+
+
+def generates_text(model: nn.Module) -> bool:
+    """Return whether ``model`` is a language model: it generates text, and has no encoder that reads it."""
+    if isinstance(model, PlainModel):
+        return type(model).__name__ in DECODERS
+    generates = getattr(model, "can_generate", lambda: False)()
+    return generates and not getattr(getattr(model, "config", None), "is_encoder_decoder", False)
 
 
 def embeddings_of(model: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:

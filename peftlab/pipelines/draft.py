@@ -56,7 +56,7 @@ from peftlab.environment import Cpu
 from peftlab.errors import PeftlabError, prefix_errors
 from peftlab.files import Claim, Json, staged_directory, to_json, write_json, write_text
 from peftlab.methods.config import lr_ratio
-from peftlab.methods.inject import count_parameters, inject, is_injected
+from peftlab.methods.inject import adapted_line, count_parameters, inject, is_injected
 from peftlab.models.config import measures_latency, merge_into, verifies_merge
 from peftlab.models.costs import Cost
 from peftlab.models.load import load_config, load_tokenizer, storage
@@ -291,7 +291,9 @@ def _run(recipe: DraftRecipe, directory: Claim, resume: bool, device: str) -> Dr
             options = MergeOptions(into=merge_into(recipe.merge), revision=_base_revision(recipe, draft))
             check_merge(draft.injected, draft.base, run_dir / "merged", options)
     trainable, total = count_parameters(draft.model)
-    accelerator.print(f"{trainable_line(trainable, total)}\nlearning rate: {recipe.train.peak_lr:g}")
+    for line in filter(None, (trainable_line(trainable, total), adapted_line(draft.injected))):
+        accelerator.print(line)
+    accelerator.print(f"learning rate: {recipe.train.peak_lr:g}")
     problem = training_problem(recipe, draft, sets)
     before: Scores = {}
     if settings.eval_before:

@@ -38,7 +38,14 @@ from peftlab.files import (
     write_text,
 )
 from peftlab.methods.config import METHODS, MethodConfig, lr_ratio
-from peftlab.methods.inject import count_parameters, inject, injection_of, is_injected, trainable_parameters
+from peftlab.methods.inject import (
+    adapted_line,
+    count_parameters,
+    inject,
+    injection_of,
+    is_injected,
+    trainable_parameters,
+)
 from peftlab.methods.merging import merge, unmerge
 from peftlab.models.architectures import inside, task_head
 from peftlab.models.config import BaseConfig, Into, measures_latency, merge_into, verifies_merge
@@ -51,7 +58,7 @@ from peftlab.recipe.load import dump_recipe
 from peftlab.recipe.schema import FinetuneRecipe, injected_method
 from peftlab.references import local_copy
 from peftlab.registry import resolve
-from peftlab.reporting.facts import CardInfo, adapter_card, data_lines, trainable_line, training_section
+from peftlab.reporting.facts import CardInfo, adapter_card, data_lines, found_lines, trainable_line, training_section
 from peftlab.tasks.batches import Row, eval_batches, model_inputs
 from peftlab.tasks.data import listed
 from peftlab.tasks.generated import Answer, Contexts, check_packages, score
@@ -219,7 +226,9 @@ def _run(recipe: FinetuneRecipe, directory: Claim, resume: bool, device: str) ->
     with Phase("reading data and model"):
         task = load_task(recipe)
     _score_examples(task, recipe, accelerator)
-    for line in data_lines(task.classes, task.left_out, task.repeated):
+    if task.task.found:  # the run's own recipe names the columns
+        recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update=dict(task.task.found))})
+    for line in [*found_lines(task.task.found), *data_lines(task.classes, task.left_out, task.repeated)]:
         accelerator.print(line)
     if task.fresh:
         accelerator.print(f"newly initialised: {listed(task.fresh)}")
@@ -242,7 +251,9 @@ def _run(recipe: FinetuneRecipe, directory: Claim, resume: bool, device: str) ->
     if settings.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     trainable, total = count_parameters(model)
-    accelerator.print(f"{trainable_line(trainable, total)}\nlearning rate: {settings.peak_lr:g}")
+    for line in filter(None, (trainable_line(trainable, total), adapted_line(model))):
+        accelerator.print(line)
+    accelerator.print(f"learning rate: {settings.peak_lr:g}")
     share_rows(task, settings, accelerator)
     if accelerator.mixed_precision in ("bf16", "fp16") and settings.weights is None:
         widen_to_fp32(model)

@@ -15,9 +15,17 @@ from torch import nn
 from peftlab.errors import PeftlabError
 from peftlab.files import read_object
 from peftlab.methods.base import has_suffix
-from peftlab.methods.config import METHODS, MethodConfig
+from peftlab.methods.config import ALL_LINEAR, METHODS, MethodConfig
 from peftlab.methods.inject import count_parameters, inject, injection_of, make_config, trainable_parameters
-from peftlab.models.architectures import QUERY_VALUE, NoValues, conv1d, model_type, plain_model, task_head
+from peftlab.models.architectures import (
+    QUERY_VALUE,
+    NoValues,
+    conv1d,
+    generates_text,
+    model_type,
+    plain_model,
+    task_head,
+)
 from peftlab.models.config import find_model
 from peftlab.models.load import Bounded, check_directory, empty_model, load_config
 from peftlab.references import locate
@@ -42,8 +50,8 @@ class Inspection:
         matches: adapted modules, pattern to their number.
         trained_in_place: the same of parameters.
         head: modules trained whole.
-        targets: where default targets came from, "table" or "fallback"; "given" where the method has none or the fields
-            name them.
+        targets: where default targets came from: "all-linear" of a language model; of another model "table" or
+            "fallback"; "given" where the method has none or the fields name them.
         trainable: trainable parameters; trainable_tensors: the tensors that contain them. total: all parameters.
         linear_covered: share of the linear weights that is in adapted modules.
         folds: whether the method can be merged into plain weights.
@@ -160,6 +168,7 @@ def _count_trainable(model: nn.Module, settings: MethodConfig) -> Inspection:
     injection, row = injection_of(model), QUERY_VALUE.get(model_type(model), ())
     default = [getattr(settings, name, "") for name in ("target_modules", "target_parameters")] == [None, None]
     in_table = any(has_suffix(name, target) for target in row for name in injection.replaced)
+    by_default = ALL_LINEAR if generates_text(model) else "table" if in_table else "fallback"
     patterns = Counter(_module_pattern(module) for module in injection.replaced)
     in_place = Counter(_module_pattern(parameter) for parameter in injection.originals)
     maps: dict[str, KnownModel] = {n: m for n, m in model.named_modules() if isinstance(m, (nn.Linear, *conv1d()))}
@@ -171,7 +180,7 @@ def _count_trainable(model: nn.Module, settings: MethodConfig) -> Inspection:
         matches=dict(patterns),
         trained_in_place=dict(in_place),
         head=head,
-        targets=("table" if in_table else "fallback") if default else "given",
+        targets=by_default if default else "given",
         trainable=trainable,
         trainable_tensors=len(trainable_parameters(model)),
         total=total,

@@ -159,7 +159,8 @@ def _free_bytes(directory: str) -> int:
 def _data_lines(data: CheckedData) -> list[str]:
     """Return the sizes of the splits, and the lines on the data that a run prints before it trains."""
     listed = ", ".join(f"{split} {size:,}" for split, size in data.rows.items())
-    return [f"data of {data.task}: {listed}", *data_lines(data.classes, data.left_out, data.repeated)]
+    columns = f" (columns: {', '.join(data.columns)})" if data.columns else ""
+    return [f"data of {data.task}: {listed}{columns}", *data_lines(data.classes, data.left_out, data.repeated)]
 
 
 def _target_line(checked: CheckedMethod) -> str:

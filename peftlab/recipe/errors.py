@@ -10,7 +10,7 @@ from types import NoneType, UnionType
 from typing import Annotated, Literal, TypeVar, Union, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt, MaxLen, MinLen
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, BeforeValidator, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
@@ -310,6 +310,8 @@ _WORDS: dict[object, str] = {
 def _type_in_words(annotation: object, constraints: Iterable[object]) -> str:
     origin, args = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
+        written = next((each.json_schema_input_type for each in args[1:] if isinstance(each, BeforeValidator)), args[0])
+        args = (written, *args[1:])
         inner = [c for a in args[1:] for c in (a.metadata if isinstance(a, FieldInfo) else [a])]
         return _type_in_words(args[0], [*inner, *constraints])
     if origin in (Union, UnionType):

@@ -16,7 +16,7 @@ from peftlab.errors import PeftlabError
 from peftlab.files import is_url
 from peftlab.methods.config import METHODS, LoraConfig, MethodConfig, config_class
 from peftlab.models.config import Base, BaseConfig, MergeConfig
-from peftlab.registry import Section, Seed, resolve
+from peftlab.registry import Section, Seed, Texts, resolve
 from peftlab.remote import check_url
 from peftlab.tasks.table import TASKS, DataConfig, GenerateConfig, PreferenceObjective, Problem, Task, find_task
 from peftlab.training.config import TrainConfig
@@ -343,7 +343,7 @@ class TableRecipe(Section):
     revision: str | None = Field(default=None, description="Git revision of a hub model.")
     trust_remote_code: bool = Field(default=False, description="Run Python code that the model repository ships.")
     base: Base = Field(default=BaseConfig(), description="How the model's weights are stored; null: fp32.")
-    tasks: list[str] = Field(min_length=1, description="The columns: tasks as a finetune recipe names them.")
+    tasks: Texts = Field(min_length=1, description="The columns: tasks as a finetune recipe names them.")
     rows: Changes = Field(
         min_length=1,
         description="The rows: name to its own keys, {lora: {method: {name: lora}, train: {lr: 5e-4}}}; per_task among "

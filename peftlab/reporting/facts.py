@@ -334,6 +334,18 @@ FEW = 5
 _SHOWN = 20
 
 
+def found_lines(found: Mapping[str, Sequence[str] | str]) -> list[str]:
+    """Return a line for each key of the ``data`` section that the recipe leaves to the columns' usual names.
+
+    Args:
+        found: key to the column, or columns, that stand for it.
+    """
+    return [
+        f"data.{key}: not given; column {columns if isinstance(columns, str) else ' and '.join(columns)} is used"
+        for key, columns in found.items()
+    ]
+
+
 def data_lines(classes: Counts, left_out: Mapping[str, int], repeated: Mapping[str, int] | None = None) -> list[str]:
     """Return the lines printed about the data before training: counts, rows left out, warnings.
 

@@ -28,7 +28,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -532,6 +532,14 @@ def split_tables(
 
 # --- The columns that a task reads, and the recipe's keys that name them.
 _BEFORE_CHOICES = ("context", "prompt")
+# Looked for in this order where the recipe names none; the last three are the two texts of a pair.
+_TEXT_NAMES = (
+    *((name,) for name in ("text", "sentence", "content", "review", "document", "body", "message", "tweet")),
+    ("sentence1", "sentence2"),
+    ("premise", "hypothesis"),
+    ("question1", "question2"),
+)
+_LABEL_NAMES = tuple((name,) for name in ("label", "labels", "class", "category", "target", "sentiment", "score"))
 
 
 @dataclass(frozen=True)
@@ -540,10 +548,12 @@ class Columns:
 
     Attributes:
         inputs, labels: column name to the recipe's key that names it, in the order in which they are read.
+        found: the keys ``text`` and ``label`` that the recipe does not give, with the columns that stand for them.
     """
 
     inputs: Mapping[str, str]
     labels: Mapping[str, str]
+    found: Mapping[str, list[str] | str] = field(default_factory=dict)
 
     def needed(self, split: str, table: Table) -> dict[str, str]:
         """Return the columns that a split's table must have, each with its key.
@@ -557,13 +567,13 @@ class Columns:
 
 
 def text_columns(data: DataConfig, there: Collection[str]) -> Columns:
-    """Return the columns of the text, or of the two texts of a pair, and of the label.
+    """Return the columns of the text, or of the two texts of a pair, and of the label; those that are not named, found.
 
     Args:
         data: the recipe's data section.
         there: the file's columns.
     """
-    return _columns(dict.fromkeys(data.text or (), "data.text"), {data.label: "data.label"} if data.label else {})
+    return multilabel_columns(data.model_copy(update={"labels": None}), there)
 
 
 def multilabel_columns(data: DataConfig, there: Collection[str]) -> Columns:
@@ -573,8 +583,23 @@ def multilabel_columns(data: DataConfig, there: Collection[str]) -> Columns:
         data: the recipe's data section.
         there: the file's columns.
     """
-    sets = {data.label: "data.label"} if data.label else dict.fromkeys(data.labels or (), "data.labels")
-    return _columns(dict.fromkeys(data.text or (), "data.text"), sets)
+    text = data.text or _of_usual_names(there, _TEXT_NAMES, "text")
+    labels = data.labels or [
+        data.label or _of_usual_names([n for n in there if n not in text], _LABEL_NAMES, "label")[0]
+    ]
+    found: dict[str, list[str] | str] = {} if data.text else {"text": text}
+    found |= {} if data.label or data.labels else {"label": labels[0]}
+    sets = dict.fromkeys(labels, "data.labels" if data.labels else "data.label")
+    return replace(_columns(dict.fromkeys(text, "data.text"), sets), found=found)
+
+
+def _of_usual_names(there: Collection[str], usual: Sequence[Sequence[str]], key: str) -> list[str]:
+    """Return the first of the ``usual`` columns that a file has; ``key`` of the ``data`` section names others."""
+    for names in usual:
+        if all(name in there for name in names):
+            return list(names)
+    known = ", ".join(" and ".join(names) for names in usual)
+    raise PeftlabError(f"data.{key}: missing, and no column has a usual name ({known}); columns: {listed(there, 50)}")
 
 
 def word_columns(data: DataConfig, there: Collection[str]) -> Columns:

@@ -175,12 +175,12 @@ def load_text_task(
         data: the recipe's data section.
         classes: a trained model's class names in label order; the files may lack some of them but contain no others.
     """
-    text, label = tuple(data.text or ()), data.label
-    if not text or label is None:
-        raise PeftlabError(f"task {task.name} needs data.text and data.label")
 
-    def read(tables: Mapping[str, Table], faults: list[Fault]) -> tuple[dict[str, Examples], Sequence[str]]:
-        splits = _unlabelled_examples(tables, text, faults)
+    def read(
+        tables: Mapping[str, Table], columns: Columns, faults: list[Fault]
+    ) -> tuple[dict[str, Examples], Sequence[str]]:
+        (label,) = columns.labels
+        splits = _unlabelled_examples(tables, list(columns.inputs), faults)
         labelled = {split: table for split, table in tables.items() if label in table.columns}
         labels, class_names = _read_labels(task, data, label, labelled, classes, faults)
         for split, found in labels.items():
@@ -193,9 +193,9 @@ def load_text_task(
     return load_own(task, data, read)
 
 
-Read = Callable[[Mapping[str, Table], list[Fault]], tuple[dict[str, Examples], Sequence[str]]]
-"""A function of the needed columns of each split and the faults found so far to the splits' examples and the class
-names. It adds the faults that it finds itself, and raises ``PeftlabError`` if there are any."""
+Read = Callable[[Mapping[str, Table], Columns, list[Fault]], tuple[dict[str, Examples], Sequence[str]]]
+"""A function of the needed columns of each split, what they are called, and the faults found so far to the splits'
+examples and the class names. It adds the faults that it finds itself, and raises ``PeftlabError`` if there are any."""
 
 
 def load_own(task: Task, data: DataConfig, read: Read) -> tuple[Task, dict[str, Examples], dict[str, int]]:
@@ -208,8 +208,8 @@ def load_own(task: Task, data: DataConfig, read: Read) -> tuple[Task, dict[str, 
     Args:
         task: the table's row.
         data: the recipe's data section.
-        read: function from the tables by split, and a list that receives faults, to the examples by split and the
-            class names.
+        read: function from the tables by split, their columns, and a list that receives faults, to the examples by
+            split and the class names.
 
     Returns:
         The task with its ``labels`` and ``text`` filled in, the splits, and the rows left out by reason.
@@ -226,14 +226,14 @@ def load_own(task: Task, data: DataConfig, read: Read) -> tuple[Task, dict[str, 
     needed = {split: columns.needed(split, table) for split, table in whole.items()}
     faults: list[Fault] = []
     tables, dropped = _drop_missing(whole, needed, data.drop_missing, faults)
-    splits, classes = read(tables, faults)
+    splits, classes = read(tables, columns, faults)
     outside = sum(map(len, tables.values())) - sum(map(len, splits.values()))
     if data.validation == "all":
         splits["validation"] = splits.pop("train")
     elif data.validation is not None:
         splits = _hold_out(splits, data.validation, data.split_seed)
     left_out = {MISSING: dropped, OUTSIDE: outside}
-    task = replace(task, labels=tuple(classes), text=tuple(columns.inputs))
+    task = replace(task, labels=tuple(classes), text=tuple(columns.inputs), found=columns.found)
     return task, splits, {why: n for why, n in left_out.items() if n}
 
 
@@ -387,14 +387,16 @@ def load_label_sets(
         data: the recipe's data section.
         classes: a trained model's class names in label order; the files may lack some of them but contain no others.
     """
-    text = tuple(data.text or ())
 
-    def read(tables: Mapping[str, Table], faults: list[Fault]) -> tuple[dict[str, Examples], Sequence[str]]:
-        splits = _unlabelled_examples(tables, text, faults)
+    def read(
+        tables: Mapping[str, Table], columns: Columns, faults: list[Fault]
+    ) -> tuple[dict[str, Examples], Sequence[str]]:
+        splits = _unlabelled_examples(tables, list(columns.inputs), faults)
         if data.labels is not None:
             labels, names = _labels_of_columns(tables, data.labels, classes, faults)
         else:
-            labels, names = _labels_of_lists(tables, str(data.label), data.separator, classes, faults)
+            (label,) = columns.labels
+            labels, names = _labels_of_lists(tables, label, data.separator, classes, faults)
         return {split: replace(found, label=labels.get(split)) for split, found in splits.items()}, names
 
     return load_own(task, data, read)
@@ -468,9 +470,11 @@ def load_tagged_words(
         data: the recipe's data section.
         classes: a trained model's tags in label order; the files may lack some of them but contain no others.
     """
-    words_in, tags_in = (data.text or ["tokens"])[0], data.label or "tags"
 
-    def read(tables: Mapping[str, Table], faults: list[Fault]) -> tuple[dict[str, Examples], Sequence[str]]:
+    def read(
+        tables: Mapping[str, Table], columns: Columns, faults: list[Fault]
+    ) -> tuple[dict[str, Examples], Sequence[str]]:
+        (words_in,), (tags_in,) = columns.inputs, columns.labels
         words = {split: _list_column(table, words_in, "words", faults) for split, table in tables.items()}
         labelled = {split: table for split, table in tables.items() if tags_in in table.columns}
         spelled = {split: _list_column(table, tags_in, "tags", faults) for split, table in labelled.items()}
@@ -569,9 +573,11 @@ def load_choices(
         data: the recipe's data section.
         classes: not used; a row has choices of its own.
     """
-    label = data.label or "label"
 
-    def read(tables: Mapping[str, Table], faults: list[Fault]) -> tuple[dict[str, Examples], Sequence[str]]:
+    def read(
+        tables: Mapping[str, Table], columns: Columns, faults: list[Fault]
+    ) -> tuple[dict[str, Examples], Sequence[str]]:
+        (label,) = columns.labels
         splits = {}
         for split, table in tables.items():
             choices = row_choices(table, data.choices, faults)

@@ -7,6 +7,7 @@ of ``GENERATION_METRICS``, or an entry point ``peftlab.generation_metrics``; oth
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -16,7 +17,7 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator, model_validator
 
 from peftlab.errors import PeftlabError
-from peftlab.registry import Registry, Section, Seed
+from peftlab.registry import Registry, Section, Seed, Texts
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,8 @@ class Task:
         folder: directory name in GLUE's TSV distribution; empty elsewhere.
         regression: whether the label is a number.
         choices: whether the label is one of the row's own choices.
+        found: the keys ``text`` and ``label`` of the ``data`` section that the recipe does not give, with the columns
+            of a usual name that stand for them; empty until data is read.
         labelled: whether a row has a class or a number; else it is text that a language model learns.
         token_loss: whether its loss is a sum over tokens, as ``train.packing`` and ``train.label_smoothing`` need.
         prompted: whether a row is a prompt and its answer, so that answers can be generated.
@@ -60,6 +63,7 @@ class Task:
     folder: str = ""
     regression: bool = False
     choices: bool = False
+    found: Mapping[str, list[str] | str] = field(default_factory=dict, compare=False)
     trainable: bool = True
     labelled: bool = True
     token_loss: bool = False
@@ -219,11 +223,12 @@ class DataConfig(Section):
         "file (csv, tsv, jsonl, parquet; .gz too), a directory with train.* and validation.* files, or "
         "package:NAME/path.",
     )
-    text: list[str] | None = Field(
+    text: Texts | None = Field(
         default=None,
         min_length=1,
         max_length=2,
-        description="Own task: the text column, or the two columns of a pair. text/plain: the column; null: text. "
+        description="Own task: the text column, or the two columns of a pair; null: a column of a usual name, such "
+        "as text, sentence or content. text/plain: the column; null: text. "
         "text/tokens: the column of words; null: tokens. text/choice: what comes before the choices; "
         "null: context and prompt, where the file has them.",
     )
@@ -254,7 +259,8 @@ class DataConfig(Section):
     )
     label: str | None = Field(
         default=None,
-        description="Own task: the column with the label (class name or number). text/multilabel: a list of labels, or "
+        description="Own task: the column with the label (class name or number); null: a column of a usual name, such "
+        "as label or labels. text/multilabel: a list of labels, or "
         "a text with data.separator between them. text/tokens: a tag for each word; null: tags. text/choice: the right "
         "choice's place, from 0, or its text; null: label.",
     )
@@ -263,7 +269,7 @@ class DataConfig(Section):
         min_length=2,
         description="text/multilabel: instead of data.label, a column of 0 and 1 for each label.",
     )
-    choices: list[str] | None = Field(
+    choices: Texts | None = Field(
         default=None,
         min_length=1,
         description="text/choice: the column with a list of choices, or the columns of one choice each; null: choices.",
@@ -346,8 +352,7 @@ def check_own(task: Task, data: DataConfig) -> list[Problem]:
         data: the recipe's data section.
     """
     given = _given(data)
-    missing = sorted({"path", "text", "label"} - given)
-    problems: list[Problem] = [(("task",), f"data.{name}: missing; task {task.name} needs it") for name in missing]
+    problems = _without_path(task, given)
     if task.regression and "bins" in given:
         problems.append((("data", "bins"), f"data.bins: makes classes, but task {task.name} learns a number"))
     return problems + _not_taken(task, given & {*_LANGUAGE_KEYS, "labels", "choices"})
@@ -362,10 +367,7 @@ def check_rows(task: Task, data: DataConfig) -> list[Problem]:
     """
     given = _given(data)
     takes = _TAKES[task.name] | {"path", "validation", "drop_missing"}
-    missing = sorted({"path"} - given)
-    if "labels" in takes:
-        missing = sorted({"path", "text"} - given) + ([] if given & {"label", "labels"} else ["label"])
-    problems: list[Problem] = [(("task",), f"data.{name}: missing; task {task.name} needs it") for name in missing]
+    problems = _without_path(task, given)
     if {"label", "labels"} <= given & takes:
         problems.append((("data", "labels"), "data.labels: the labels are in data.label already; give one of the two"))
     if task.name == "text/tokens" and len(data.text or ()) > 1:
@@ -381,9 +383,7 @@ def check_language(task: Task, data: DataConfig) -> list[Problem]:
         data: the recipe's data section.
     """
     given = _given(data)
-    problems: list[Problem] = []
-    if "path" not in given:
-        problems.append((("task",), f"data.path: missing; task {task.name} needs it"))
+    problems = _without_path(task, given)
     if ("prompt" in given) != ("completion" in given) and task.name == "text/chat":
         missing = "completion" if "prompt" in given else "prompt"
         problems.append((("data",), f"data.{missing}: missing; name both columns, prompt and completion, or neither"))
@@ -392,6 +392,10 @@ def check_language(task: Task, data: DataConfig) -> list[Problem]:
     if "bins" in given and "completion" not in given:
         problems.append((("data", "bins"), "data.bins: needs data.completion, the column with the numbers"))
     return problems + _not_taken(task, given - _TAKES[task.name] - {"path", "validation", "drop_missing"})
+
+
+def _without_path(task: Task, given: set[str]) -> list[Problem]:
+    return [] if "path" in given else [(("task",), f"data.path: missing; task {task.name} needs it")]
 
 
 def _not_taken(task: Task, names: set[str]) -> list[Problem]:
@@ -406,7 +410,7 @@ def _given(data: DataConfig) -> set[str]:
 class GenerateConfig(Section):
     """Which held-out prompts are answered, how, and by which metrics the answers are scored."""
 
-    metrics: list[str] = Field(
+    metrics: Texts = Field(
         min_length=1, description="gsm8k, gsm8k_peft, exact_match, rouge_l, bleu, nist, cider (peftlab[metrics])."
     )
     max_new_tokens: int = Field(default=256, ge=1, description="Tokens of the longest answer.")

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
 from peftlab.errors import PeftlabError
-from peftlab.registry import Section, Seed
+from peftlab.registry import Section, Seed, as_list
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
+Tracker = Literal["tensorboard", "wandb", "trackio"]
+Trackers = Annotated[list[Tracker], BeforeValidator(as_list, json_schema_input_type=Tracker | list[Tracker])]
 
 
 class TrainedLayers(Section):
@@ -226,9 +228,7 @@ class TrainConfig(Section):
         default=None, ge=1, description="Steps between checkpoints besides those at evaluations; null: none."
     )
     keep_checkpoints: int = Field(default=2, ge=1, description="Newest checkpoints kept beside the best one.")
-    trackers: list[Literal["tensorboard", "wandb", "trackio"]] = Field(
-        default=[], description="Trackers beside metrics.jsonl."
-    )
+    trackers: Trackers = Field(default=[], description="Trackers beside metrics.jsonl.")
     seed: Seed = Field(default=0, description="Seed of initialisation, data order and dropout.")
 
     @model_validator(mode="after")

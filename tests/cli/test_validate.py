@@ -102,7 +102,7 @@ def test_columns_of_a_table_s_cells_and_of_split_files(tmp_path: Path, model: Pa
 def test_deep_reads_labels_finds_targets_and_compares_space(tmp_path: Path, model: Path, monkeypatch: Any) -> None:
     file = write(tmp_path, model)
     lines = deep_lines(deep_check(peftlab.validate(file)))
-    assert lines[0] == "data of text/classification: train 3, validation 1"
+    assert lines[0] == "data of text/classification: train 3, validation 1 (columns: text, label)"
     assert lines[1:4] == ["class  train  validation", "a          1           1", "b          2           0"]
     assert lines[4] == "warning: fewer than 5 training rows: a (1), b (2)"
     assert "method lora trains" in lines[5] and "BertForSequenceClassification" in lines[5] and "query (2)" in lines[5]
@@ -132,10 +132,18 @@ def test_what_deep_and_show_found_is_in_the_json(tmp_path: Path, model: Path) ->
     assert [part["trained"] for part in found["examples"][0]["parts"]] == [False, True]
 
 
-def test_deep_counts_the_parameters_of_a_head_for_the_classes_of_the_data(tmp_path: Path, model: Path) -> None:
+def test_deep_counts_the_parameters_of_a_head_for_the_classes_of_the_data(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = write(tmp_path, model, "text,label\ngood,a\nbad,b\nfine,a\ndull,b\nplot,c\nfilm,c\n")
     (method,) = deep_check(peftlab.validate(file)).methods
-    results = peftlab.run(file, ["train.max_steps=1"])
+    results = peftlab.run(file, ["train.max_steps=1", "~data.text", "~data.label"])
+    assert (
+        "data.text: not given; column text is used\ndata.label: not given; column label is used"
+        in capsys.readouterr().out
+    )
+    stored = peftlab.validate(tmp_path / "run" / "recipe.yaml").data
+    assert (stored.text, stored.label) == (["text"], "label")
     assert (method.found.trainable, method.found.total) == (results.trainable_parameters, results.total_parameters)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import peft
 import pytest
 import transformers
 from torch import nn
@@ -56,6 +57,48 @@ def test_only_linear_maps_but_the_output_layer(name: str, targets: str | None) -
         assert chosen == linear - outputs - head
 
 
+CLASSIFIER = transformers.LlamaConfig(**LLAMA, num_labels=2)
+T5 = transformers.T5Config(d_model=16, d_kv=8, d_ff=24, num_layers=1, num_heads=2, vocab_size=40)
+
+
+@pytest.mark.parametrize(
+    ("model", "names"),
+    [
+        (transformers.LlamaForCausalLM(CLASSIFIER), "down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj"),
+        (transformers.LlamaForSequenceClassification(CLASSIFIER), "q_proj, v_proj"),
+        (transformers.T5ForConditionalGeneration(T5), "q, v"),
+    ],
+)
+def test_language_models_get_all_linear_maps(
+    model: transformers.PreTrainedModel, names: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    peftlab.print_trainable_parameters(peftlab.inject_lora(model, r=2))
+    count = len(injection_of(model).replaced)
+    assert capsys.readouterr().out.splitlines()[1:] == [f"lora in {count} modules: {names}"]
+    chosen = set(injection_of(model).replaced)
+    peftlab.remove(model)
+    peftlab.inject_lora(model, r=2, target_modules="query-value")
+    assert {name.rpartition(".")[2] for name in injection_of(model).replaced} == {*names.split(", ")} & {
+        "q_proj",
+        "v_proj",
+        "q",
+        "v",
+    }
+    assert chosen >= set(injection_of(model).replaced)
+
+
+def test_a_configuration_of_peft_without_targets_means_what_it_means_there() -> None:
+    ours, theirs = (transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA)) for _ in range(2))
+    config = peft.LoraConfig(r=2, task_type="CAUSAL_LM")
+    peftlab.inject(ours, config)
+    adapted = {
+        name
+        for name, module in peft.get_peft_model(theirs, config).base_model.model.named_modules()
+        if hasattr(module, "lora_A")
+    }
+    assert set(injection_of(ours).replaced) == adapted
+
+
 def test_a_table_row_of_other_leaves_is_named() -> None:
     class Other(nn.Identity):
         pass
@@ -64,7 +107,7 @@ def test_a_table_row_of_other_leaves_is_named() -> None:
     for layer in model.model.layers:
         layer.self_attn.q_proj = Other()
     with pytest.raises(PeftlabError, match=r"model.layers.0.self_attn.q_proj, .* is a Other of .*name other modules"):
-        peftlab.inject_lora(model)
+        peftlab.inject_lora(model, target_modules="query-value")
     assert not is_injected(model)
 
 

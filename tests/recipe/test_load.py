@@ -71,6 +71,17 @@ def test_override(override: str, path: str, value: object) -> None:
     assert found == value
 
 
+def test_a_text_stands_for_a_list_of_one() -> None:
+    own = BASE.replace("glue/cola", "text/classification") + "data: {path: a.csv, text: review, label: mood}\n"
+    recipe = load_recipe(write(own), ["train.trackers=wandb", "method=lora", "method.modules_to_save=pooler"])
+    assert (recipe.data.text, recipe.train.trackers, recipe.method.modules_to_save) == (
+        ["review"],
+        ["wandb"],
+        ["pooler"],
+    )
+    assert load_recipe(write(own), ["data.text=[review, reply]"]).data.text == ["review", "reply"]
+
+
 def test_overrides_apply_in_order() -> None:
     recipe = load_recipe(write(BASE), ["train.lr=1", "train.lr=2", "method=lora", "method.r=5", "~train.lr"])
     assert (recipe.train.lr, recipe.method.r) == (5e-4, 5)
@@ -160,11 +171,11 @@ def test_unknown_key_of_the_top_level_and_of_nowhere() -> None:
         ("merge: {into: orignal}", "4: merge.into: expected dequantised or original, got 'orignal' "
          "(did you mean 'original'?)"),
         ("revision: 1234567", "4: revision: expected text or null, got 1234567 (put it in quotes)"),
-        (
-            "data:\n  text: sentence",
-            "5: data.text: expected list of text (1 to 2 entries) or null, "
-            "got 'sentence' (did you mean [sentence]?)",
-        ),
+        ("data:\n  text: 3", "5: data.text: expected text or list of text (1 to 2 entries) or null, got 3"),
+        ("data:\n  text: [a, b, c]", "5: data.text: expected text or list of text (1 to 2 entries) or null, "
+         'got ["a", "b", "c"]'),
+        ("data:\n  labels: a", "5: data.labels: expected list of text (2 or more entries) or null, got 'a' "
+         "(did you mean [a]?)"),
         ("data: a.csv", "4: data: expected keys below it, got 'a.csv'"),
         ("train:", "4: train: expected keys below it, got null"),
         ("method: head", "4: method: expected keys below it, got 'head' (write {name: head})"),
@@ -249,8 +260,6 @@ def test_fields_that_contradict_each_other() -> None:
     ]
     own = BASE.replace("glue/cola", "text/regression")
     assert complaint(own + "data:\n  path: a\n  bins: {a: [null, 0], b: [1, null]}\n") == [
-        "recipes/x.yaml:2: data.label: missing; task text/regression needs it",
-        "recipes/x.yaml:2: data.text: missing; task text/regression needs it",
         "recipes/x.yaml:6: data.bins: makes classes, but task text/regression learns a number",
     ]
     assert complaint(BASE, "task=glue/ax") == [

@@ -61,6 +61,24 @@ def load(path, kind="classification", classes=None, **options):
     return load_task_data(f"text/{kind}", DataConfig(path=str(path), **options), classes)
 
 
+def test_columns_of_usual_names_are_found_and_a_recipe_names_others(tmp_path):
+    rows = [{"id": i, "content": f"words {i}", "sentence": f"other {i}", "labels": "ab"[i % 2]} for i in range(4)]
+    file = write(tmp_path / "rows.csv", csv_text(rows))
+    found = load(file, text=None, label=None, validation="all")
+    assert (found.task.text, found.task.found) == (("sentence",), {"text": ["sentence"], "label": "labels"})
+    named = load(file, text=["sentence"], label="labels", validation="all")
+    assert found.fingerprint == named.fingerprint and named.task.found == {}
+    assert load(file, text=["content"], label=None, validation="all").task.found == {"label": "labels"}
+    pairs = [{"premise": f"p {i}", "hypothesis": f"h {i}", "label": i % 2} for i in range(4)]
+    both = load(write(tmp_path / "pairs.jsonl", jsonl_text(pairs)), text=None, label=None, validation="all")
+    assert both.splits["validation"]["text_pair"][0] == "h 0"
+    other = write(tmp_path / "other.csv", csv_text([{"notes": f"words {i}", "mood": "ab"[i % 2]} for i in range(4)]))
+    with pytest.raises(PeftlabError, match=r"data\.text: missing, and no column has .*; columns: notes, mood"):
+        load(other, text=None, validation="all")
+    with pytest.raises(PeftlabError, match=r"data\.label: missing, and no column has .*; columns: mood"):
+        load(other, text=["notes"], label=None, validation="all")
+
+
 def labelled(*labels, text="some words"):
     return csv_text([{"review": f"{text} {i}", "mood": label} for i, label in enumerate(labels)])
 
@@ -698,7 +716,7 @@ def test_balanced_weights() -> None:
 @pytest.mark.parametrize(
     ("task", "values", "message"),
     [
-        ("text/multilabel", {"data": {"path": "x", "text": ["t"]}}, "data.label: missing; task text/multilabel needs it"),
+        ("text/multilabel", {"data": {"text": ["t"]}}, "data.path: missing; task text/multilabel needs it"),
         ("text/multilabel", {"data": {"path": "x", "text": ["t"], "label": "a", "labels": ["b", "c"]}}, "give one of the two"),
         ("text/tokens", {"data": {"path": "x", "bins": {"a": [0, 1], "b": [2, 3]}}}, "data.bins: task text/tokens does not take it"),
         ("text/tokens", {"data": {"path": "x", "text": ["a", "b"]}}, "one column of words"),

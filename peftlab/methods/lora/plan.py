@@ -26,7 +26,7 @@ from peftlab.methods.base import (
     recast,
     trainable_dtype,
 )
-from peftlab.methods.config import ALL_LINEAR, LoraConfig
+from peftlab.methods.config import ALL_LINEAR, QUERY_AND_VALUE, LoraConfig
 from peftlab.methods.lora.layers import (
     LowRank,
     TokenRows,
@@ -35,7 +35,7 @@ from peftlab.methods.lora.layers import (
     leaves,
     with_unshared_parameters,
 )
-from peftlab.models.architectures import FUSED, QUERY_VALUE, conv1d, embeddings_of, inside, model_type
+from peftlab.models.architectures import FUSED, QUERY_VALUE, conv1d, embeddings_of, generates_text, inside, model_type
 from peftlab.models.quantised import is_quantised, weight_shape
 from peftlab.patterns import matching
 from peftlab.untyped import Attributes
@@ -62,7 +62,7 @@ def plan(model: nn.Module, config: LoraConfig) -> Plan:
     whole = fully_trained(model, config.modules_to_save, head=config.train_head)
     modules = adaptable(model)
     body = [name for name in modules if not inside(name, whole)]
-    if config.target_modules == ALL_LINEAR and not config.target_parameters:
+    if _target_modules(model, config) == ALL_LINEAR and not config.target_parameters:
         _note_other_weights(model)
     parts = _targets(model, config, body)
     experts = _expert_targets(model, config)
@@ -136,12 +136,19 @@ def _targets(model: nn.Module, config: LoraConfig, body: list[str]) -> dict[str,
     return chosen_parts
 
 
+def _target_modules(model: nn.Module, config: LoraConfig) -> list[str] | str | None:
+    """Return ``target_modules``, by default the word for what such a model gets; None: ``target_parameters`` alone."""
+    if config.target_modules is not None or config.target_parameters:
+        return config.target_modules
+    return ALL_LINEAR if generates_text(model) else QUERY_AND_VALUE
+
+
 def _chosen(model: nn.Module, config: LoraConfig, body: list[str]) -> list[str]:
     """Return the leaves, and parts of leaves, that ``target_modules`` names, before any are excluded."""
-    chosen = config.target_modules
-    if chosen is None and config.target_parameters:
+    chosen = _target_modules(model, config)
+    if chosen is None:
         return []
-    if chosen is not None and chosen != ALL_LINEAR:
+    if chosen not in (ALL_LINEAR, QUERY_AND_VALUE):
         parts = fused_parts(model, body)
         names = _explicit(model, chosen, [*body, *parts])
         # An expression that matches a whole leaf means the leaf, and not its parts too.
@@ -150,7 +157,7 @@ def _chosen(model: nn.Module, config: LoraConfig, body: list[str]) -> list[str]:
     outputs = getattr(model, "get_output_embeddings", lambda: None)()
     linear = [n for n in body if isinstance(model.get_submodule(n), (nn.Linear, *conv1d()))]
     linear = [name for name in linear if model.get_submodule(name) is not outputs]
-    names = default_targets(model, linear) if chosen is None else linear
+    names = query_and_value(model, linear) if chosen == QUERY_AND_VALUE else linear
     if not names:
         raise PeftlabError(
             f"target_modules: {type(model).__name__} has no nn.Linear or Conv1D outside its output layer and "
@@ -174,8 +181,8 @@ def _explicit(model: nn.Module, chosen: list[str] | str, names: list[str]) -> li
         raise
 
 
-def default_targets(model: nn.Module, linear: list[str]) -> list[str]:
-    """Return the linear maps that LoRA acts on by default: those of the table's row, or of the fallback.
+def query_and_value(model: nn.Module, linear: list[str]) -> list[str]:
+    """Return the linear maps of the attention's query and value: those of the table's row, or of the fallback.
 
     Fallback for an architecture that has no row: the linear maps whose last name occurs in the table (``q_proj``,
     ``query``, ...); if there are none, all of ``linear``.
@@ -191,7 +198,7 @@ def default_targets(model: nn.Module, linear: list[str]) -> list[str]:
     for name, module in model.named_modules():
         if any(has_suffix(name, target) for target in missing):
             raise PeftlabError(
-                f"target_modules: {name}, which LoRA acts on by default in {model_type(model)}, is a "
+                f"target_modules: {name}, the query or value projection of {model_type(model)}, is a "
                 f"{type(module).__name__} of {type(module).__module__.partition('.')[0]}, not an nn.Linear; "
                 "name other modules"
             )
@@ -418,7 +425,10 @@ def matching_only(model: nn.Module, config: LoraConfig) -> tuple[LoraConfig, dic
     config = without("target_parameters", _parameters(model))
     whole = fully_trained(model, config.modules_to_save, head=config.train_head)
     body = [name for name in adaptable(model) if not inside(name, whole)]
-    if config.target_modules != ALL_LINEAR:  # what names another kind of module stays, and is refused with its reason
+    if config.target_modules not in (
+        ALL_LINEAR,
+        QUERY_AND_VALUE,
+    ):  # what names another kind of module stays, and is refused with its reason
         without_effect = [*whole, *uncalled_modules(model)]
         others = [name for name, _ in model.named_modules() if name and not inside(name, without_effect)]
         config = without("target_modules", [*others, *fused_parts(model, body)])
