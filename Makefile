@@ -25,7 +25,7 @@ help:
 	@echo "make test-cpus    the suite with the kernels of other CPUs, with one thread and with two"
 	@echo "make test-engines what is written for llama.cpp, vLLM and speculators, run there"
 	@echo "make lint         ruff and mypy"
-	@echo "make bench        the benchmarks behind docs/benchmarks (alone on the machine, please)"
+	@echo "make bench        the benchmarks behind docs/benchmarks, into its JSON files (alone on the machine, please)"
 	@echo "make docs         write the generated pages of docs/ and build the site into docs/_build"
 
 install: $(VENV)/.installed
@@ -88,6 +88,7 @@ docs: $(VENV)/.docs
 	$(BIN)/python -m peftlab.recipe.document
 	$(BIN)/python docs/results_page.py
 	$(BIN)/python docs/engines_page.py
+	$(BIN)/python docs/figures_page.py
 	$(BIN)/sphinx-build --quiet --fail-on-warning -b html docs docs/_build
 
 clean:

@@ -1,4 +1,7 @@
-"""``python -m tests.benchmarks [name ...]``: run the benchmarks (all, or those named), one after the other."""
+"""``python -m tests.benchmarks [name ...]``: run the benchmarks (all, or those named), one after the other.
+
+What each measures beside a peer becomes the rows of ``docs/benchmarks/NAME.json``; ``make docs`` makes the page of them.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,8 @@ from importlib import metadata
 from pathlib import Path
 
 import torch
+
+from tests.benchmarks.figures import record
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -27,7 +32,9 @@ def main() -> None:
         if name not in every:
             raise SystemExit(f"no benchmark {name!r}; there are {', '.join(every)}")
         print(f"\n## {name}\n", flush=True)
-        importlib.import_module(f"tests.benchmarks.bench_{name}").main()
+        benchmark = importlib.import_module(f"tests.benchmarks.bench_{name}")
+        if figures := benchmark.main():
+            print(f"\nwrote {record(name, benchmark.TITLE, benchmark.CONDITIONS, figures)}")
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import statistics
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from peftlab.models.load import load_base, load_tokenizer
 from peftlab.pipelines.benchmark import attach_stopwatches
 from peftlab.reporting.drafts import finite
 from peftlab.tasks.prompts import encode, read_prompts, spread
+from tests.benchmarks.figures import Figure
 from tests.packages import SMOLLM2
 
 NEW, REPEATS, LONGEST = 64, 3, 300
@@ -40,6 +42,12 @@ GAMMA, WIDTH = int(os.environ.get("PEFTLAB_GAMMA", "4")), 3
 TOP_P = float(os.environ.get("PEFTLAB_TOP_P", "0"))
 SAMPLING = Sampling(0.8, top_p=TOP_P) if TOP_P else Sampling()
 GENERATE = "transformers.generate"
+TITLE = "Decoding"
+CONDITIONS = (
+    f"Greedy, {NEW} new tokens, medians of three passes over the questions in turn; target, draft, questions, γ and dtype are "
+    "the command's (SmolLM2-135M and Spec-Bench where it names none; [Findings](findings.md#an-eagle-3-layer-over-weights-in-16-bits) has the "
+    "commands that made `runs/target` and `runs/eagle3`)."
+)
 SPEC_BENCH = Path(__file__).resolve().parents[2] / ".." / "shared" / "data" / "lm" / "spec_bench_question.jsonl"
 
 
@@ -90,8 +98,8 @@ def gate(model: Any, asked: list[Question], expected: list[Generation]) -> None:
         print(f"{name}, packing off: {same} of {len(asked)} outputs equal those of transformers.generate")
 
 
-def contest(target: str, dtype: torch.dtype) -> None:
-    """Print one precision's tables."""
+def contest(target: str, dtype: torch.dtype) -> list[Figure]:
+    """Print one precision's tables and return the ratios."""
     reference = os.environ.get("PEFTLAB_DRAFT")
     model, _ = load_base(target, "AutoModelForCausalLM", dtype=dtype)
     asked = questions(target)
@@ -118,6 +126,17 @@ def contest(target: str, dtype: torch.dtype) -> None:
         gate(model, asked, run.records[GENERATE].outputs)
     everything = sum(sum(map(sum, run.records[name].seconds)) for name in (PLAIN, *drafters))
     print(f"time outside the models: {100 * (1 - within / everything):.1f} %\n", flush=True)
+    results = {name: run.result(name) for name in drafters}
+    best = max(results, key=lambda name: results[name].speedup)
+    theirs = run.timed(GENERATE).rate()
+    return [
+        Figure("plain decoding", GENERATE, run.timed(PLAIN).rate() / theirs),
+        Figure(f"decoding by {best}", GENERATE, run.timed(best).rate() / theirs),
+        *(
+            Figure(f"decoding by {n}", "our plain decoding", r.speedup, interval=r.speedup_interval)
+            for n, r in results.items()
+        ),
+    ]
 
 
 def show(run: Comparison, drafters: Iterable[str], title: str) -> None:
@@ -137,10 +156,16 @@ def show(run: Comparison, drafters: Iterable[str], title: str) -> None:
         )
 
 
-def main() -> None:
-    """Print the tables."""
-    for name in os.environ.get("PEFTLAB_DTYPES", "float32 bfloat16").split():
-        contest(os.environ.get("PEFTLAB_TARGET", SMOLLM2), getattr(torch, name))
+def main() -> list[Figure]:
+    """Print the tables and return the ratios; of two precisions each row says which."""
+    target, names = (
+        os.environ.get("PEFTLAB_TARGET", SMOLLM2),
+        os.environ.get("PEFTLAB_DTYPES", "float32 bfloat16").split(),
+    )
+    found = {name: contest(target, getattr(torch, name)) for name in names}
+    if SAMPLING.greedy is False:
+        return []
+    return [replace(f, work=f"{f.work}, {name}" if len(names) > 1 else f.work) for name in names for f in found[name]]
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ import tempfile
 from pathlib import Path
 
 from tests.benchmarks.bench_merge import MIB, ROOT, make_adapter, make_llama, make_smollm2
+from tests.benchmarks.figures import Figure
 
 # Each side is imported first; then the peak of resident memory starts again from what is resident.
 START = """
@@ -71,6 +72,13 @@ stop(started)
 """
 
 
+TITLE = "An adapter from two checkpoints"
+CONDITIONS = (
+    "SmolLM2-135M in bf16 and the same with a merged LoRA, `--rank 16`; the script loads both models and takes "
+    "`torch.linalg.svd` of each difference."
+)
+
+
 def make_finetuned(base: Path, work: Path) -> Path:
     """Write a finetuned model: the base with a merged LoRA of rank 16, rounded to its dtype."""
     from peftlab.checkpoints.merge import merge_checkpoint
@@ -91,8 +99,8 @@ def measure(python: str, code: str, *arguments: object) -> dict[str, float]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def report(name: str, base: Path, work: Path, rank: int, *, alone: bool) -> None:
-    """Measure one base and print the rows."""
+def report(name: str, base: Path, work: Path, rank: int, *, alone: bool) -> list[Figure]:
+    """Measure one base, print the rows and return the ratios."""
     from peftlab.checkpoints.tensors import open_shards
 
     tuned = make_finetuned(base, work)
@@ -113,10 +121,22 @@ def report(name: str, base: Path, work: Path, rank: int, *, alone: bool) -> None
     print(
         f"  error of all differences together {done['error']:.3g}; {exact} of {len(done['modules'])} factored exactly"
     )
+    ours, work_done = rows["peftlab"], "extracting an adapter"
+    peers = {"mergekit": "mergekit-extract-lora", "script": "a script with both models"}
+    return [
+        figure
+        for side, peer in peers.items()
+        if (row := rows.get(side)) is not None
+        for figure in (
+            Figure(work_done, peer, row["seconds"] / ours["seconds"]),
+            Figure(work_done, peer, ours["peak"] / row["peak"], "memory"),
+        )
+    ]
 
 
-def main() -> None:
+def main() -> list[Figure]:
     """Run the benchmark."""
+    found = []
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--large", action="store_true", help="also 1.1 billion weights, peftlab alone")
@@ -128,7 +148,8 @@ def main() -> None:
             place = work / name
             place.mkdir()
             make(place / "base")
-            report(name, place / "base", place, args.rank, alone=make is make_llama)
+            found += report(name, place / "base", place, args.rank, alone=make is make_llama)
+    return found
 
 
 if __name__ == "__main__":

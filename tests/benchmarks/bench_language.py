@@ -22,9 +22,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tests.benchmarks.figures import Figure, ranged
+
 LM = Path(__file__).resolve().parents[3] / "shared" / "data" / "lm"
 ROOT = Path(__file__).resolve().parents[2]
 BATCH, LENGTH, LR = 8, 512, 1e-3
+TITLE = "Training a language model"
+CONDITIONS = (
+    f"SmolLM2-135M in fp32, LoRA r=16 on all linear maps, batch {BATCH} of at most {LENGTH} tokens; TRL with peft on the same "
+    "token ids; median and range over GSM8K and alpaca, trained on all tokens and on the answers."
+)
 TRAIN_ON = {"all": "all", "answers": "assistant"}
 Figures = dict[str, float]
 
@@ -195,7 +202,24 @@ def table(found: dict[str, list[Figures]]) -> list[str]:
     return lines
 
 
-def main(arguments: list[str] | None = None) -> None:
+def ratios(sets: list[dict[str, list[Figures]]]) -> list[Figure]:
+    """Return how many times as fast, and with what share of the memory, we train beside TRL, over all sets."""
+    work, figures = "finetuning a language model", []
+    for ours, theirs in (("", " as run"), ("", ", grouped by length"), (", packed", ", packed")):
+        pairs = [(found[f"peftlab{ours}"], found[f"TRL{theirs}"]) for found in sets]
+        speeds = [
+            statistics.median(r["seconds"] for r in peer) / statistics.median(r["seconds"] for r in own)
+            for own, peer in pairs
+        ]
+        peaks = [max(run["peak"] for run in own) / max(run["peak"] for run in peer) for own, peer in pairs]
+        figures += [
+            ranged(f"{work}{ours}", f"TRL{theirs}", speeds),
+            ranged(f"{work}{ours}", f"TRL{theirs}", peaks, "memory"),
+        ]
+    return figures
+
+
+def main(arguments: list[str] | None = None) -> list[Figure]:
     """Print a table for each set and each choice of trained tokens, or take one measurement for the parent process."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--rows", type=int, default=64, help="rows to train on; about a minute a side at 32")
@@ -210,10 +234,11 @@ def main(arguments: list[str] | None = None) -> None:
     if args.side:
         base, data, train_on, out = args.given
         print("RESULT", json.dumps(SIDES[args.side](Path(base), Path(data), train_on, Path(out))))
-        return
+        return []
     if not LM.is_dir():
         print("skipped: there is no ../shared/data/lm")
-        return
+        return []
+    sets = []
     print(f"SmolLM2-135M, fp32, LoRA r=16 on all linear maps, batch {BATCH}, {LENGTH} tokens, {args.rows} rows\n")
     print(
         "| | real tokens/s | peftlab is faster by | peak MB | peftlab's share | steps | held-out loss | to peftlab's |"
@@ -231,6 +256,8 @@ def main(arguments: list[str] | None = None) -> None:
                         found[side].append(measure(side, base, data, train_on))
                         print(name, train_on, side, found[side][-1], file=sys.stderr, flush=True)
                 print(f"| **{name}, trained: {train_on}** | | | | | | | |", *table(found), sep="\n", flush=True)
+                sets.append(found)
+    return ratios(sets) if len(args.sides) == len(SIDES) else []
 
 
 if __name__ == "__main__":

