@@ -443,11 +443,11 @@ def merge(
     """Fold adapters into their base model: a plain checkpoint, streamed, or a GGUF file (-o FILE.gguf)."""
     from peftlab.checkpoints.gguf import KEEP, TYPES
     from peftlab.checkpoints.merge_plan import MergeOptions
-    from peftlab.models.quantised import stored_dtype
+    from peftlab.models.quantised import STORED, stored_dtype
     from peftlab.pipelines.merge import Combining, run_merge
     from peftlab.reporting.console import merge_table
 
-    to_file = out.suffix == ".gguf" or dtype in (*TYPES, KEEP)
+    to_file = out.suffix == ".gguf" or dtype in {*TYPES, KEEP} - {*STORED}  # bf16 is both
     options = MergeOptions(
         dtype=None if dtype is None or to_file else stored_dtype(dtype),
         gguf_type=dtype if to_file else None,

@@ -301,6 +301,8 @@ def test_the_command_writes_a_file(place: Path, tmp_path: Path) -> None:
     with pytest.raises(PeftlabError, match="exists; choose another name"):
         command("merge", place / "adapter", "-o", tmp_path / "x.gguf")
     command("merge", place / "adapter", "-o", tmp_path / "x.gguf", "--overwrite")
+    command("merge", place / "adapter", "-o", tmp_path / "directory", "--dtype", "bf16")  # of both kinds
+    assert json.loads((tmp_path / "directory" / "config.json").read_text())["dtype"] == "bfloat16"
     for out_name, dtype, wrong in (
         ("y.gguf", "fp32", "write f32"),
         ("y.gguf", "q4_k", "one of f32"),
@@ -308,7 +310,7 @@ def test_the_command_writes_a_file(place: Path, tmp_path: Path) -> None:
     ):
         with pytest.raises(PeftlabError, match=wrong):
             command("merge", place / "adapter", "-o", tmp_path / out_name, "--dtype", dtype)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["j", "x.gguf"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["directory", "j", "x.gguf"]
 
 
 def refused(tmp_path: Path, match: str, kind: str | None = None) -> None:
