@@ -1,7 +1,8 @@
-"""EAGLE-3 layers on a target, for the tests: one with random weights, one that has learned a little."""
+"""EAGLE-3 and DFlash drafts on a target, for the tests: with random weights, or after learning a little."""
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from functools import lru_cache
 from typing import Any
 
@@ -11,6 +12,7 @@ from peftlab.decoding.decode import StoppingCriteria, decode
 from peftlab.decoding.engines import build_engine
 from peftlab.decoding.sampling import Sampling
 from peftlab.drafting.acceptance import frequent_tokens
+from peftlab.drafting.block import BlockLoss, BlockShape, BlockStep, DFlash
 from peftlab.drafting.eagle import Eagle3, EagleStep
 from peftlab.drafting.objectives import Objective
 from peftlab.drafting.state_network import FeatureLoss, TargetWithNetwork, shape_for
@@ -31,20 +33,41 @@ def eagle(
     return network.to(head.device).eval()
 
 
+def dflash(target: Any, tokens: torch.Tensor | None = None, *, seed: int = 0, **sizes: Any) -> DFlash:
+    """Return a DFlash network on ``target`` with random weights; ``sizes`` are fields of its shape."""
+    torch.manual_seed(seed)
+    head = head_weight(target).detach()
+    shape = BlockShape(**asdict(shape_for(target.config)) | {"head_norms": True, "layers": 2, "block_size": 6} | sizes)
+    network = DFlash(shape, input_embedding(target), head if tokens is None else head[tokens], tokens)
+    return network.to(head.device).eval()
+
+
 @lru_cache(maxsize=2)
 def trained_eagle(target: Any, steps: int = 50) -> EagleStep:
-    """Return a layer that has learned from a little of the target's own text, over three quarters of its tokens.
+    """Return an EAGLE-3 layer that has learned from a little of the target's own text."""
+    return EagleStep(_trained(target, eagle, FeatureLoss(Objective("kl"), 3, 1.0), steps), pack=False)
 
-    It drafts as it is after training, with its weights as they are.
+
+@lru_cache(maxsize=2)
+def trained_block(target: Any, steps: int = 120) -> BlockStep:
+    """Return a DFlash network that has learned from a little of the target's own text."""
+    return BlockStep(_trained(target, dflash, BlockLoss(Objective("kl"), 8, 0.8), steps), pack=False)
+
+
+def _trained(target: Any, make: Any, loss: Any, steps: int) -> Any:
+    """Return a network that drafts three quarters of the target's tokens, with its weights as they are after training.
+
+    Args:
+        make: (target, tokens) -> the network. loss: that it trains with. steps: of training.
     """
     outputs = decode(build_engine(target), [[1]] * 32, StoppingCriteria(48), sampling=Sampling(temperature=0.7))
     data = make_dataset([Request([1], output.tokens) for output in outputs])
     vocabulary = len(head_weight(target))
-    tokens = frequent_tokens((output.tokens for output in outputs), vocabulary * 3 // 4, vocabulary)
-    network = eagle(target, tokens).train()
+    network = make(target, frequent_tokens((output.tokens for output in outputs), vocabulary * 3 // 4, vocabulary))
+    network.train()
     frozen = [parameter.requires_grad for parameter in target.parameters()]
     target.requires_grad_(False)
-    model, loss = TargetWithNetwork(target, network), FeatureLoss(Objective("kl"), 3, 1.0)
+    model = TargetWithNetwork(target, network)
     optimiser = torch.optim.AdamW([p for p in network.parameters() if p.requires_grad], lr=4e-3)
     for step in range(steps):
         optimiser.zero_grad()
@@ -53,4 +76,4 @@ def trained_eagle(target: Any, steps: int = 50) -> EagleStep:
         optimiser.step()
     for parameter, wanted in zip(target.parameters(), frozen, strict=True):
         parameter.requires_grad_(wanted)
-    return EagleStep(network.eval().requires_grad_(False), pack=False)
+    return network.eval().requires_grad_(False)

@@ -19,7 +19,7 @@ from peftlab.decoding.decode import Accept, DraftCandidate, Drafter, Proposal, R
 from peftlab.decoding.model_drafter import ModelDrafter, check_vocabulary, context_room, read_rows
 from peftlab.decoding.recurrent import StateCache
 from peftlab.decoding.sampling import Sampling
-from peftlab.decoding.theory import RankRates, best_tree, parents_of
+from peftlab.decoding.state_drafters import output_at, place_trees
 from peftlab.errors import PeftlabError
 from peftlab.methods.lora.layers import Gate
 
@@ -112,12 +112,12 @@ class ParallelDrafter(Drafter):
             return Proposal.empty(len(rows), self.engine.device)
         output = self._mask_outputs(rows, min(max(budgets), max(rooms)))
         if not chain:
-            return self._trees(output.logits, budgets, rooms)
+            return place_trees(output.logits, budgets, self.width, rooms, certain=self._first_is_certain)
 
         def following(x: Tensor, before: Output, drawn: int) -> Output:
-            return _output_at(output, drawn + 1)
+            return output_at(output, drawn + 1)
 
-        return draft_chain(rows, budgets, _output_at(output, 0), following, self._sampling)
+        return draft_chain(rows, budgets, output_at(output, 0), following, self._sampling)
 
     def _mask_outputs(self, rows: list[Row], n: int) -> Output:
         """Read each row's new tokens and n - 1 masks; return the output of the last n places, logits [b, n, V]."""
@@ -136,21 +136,6 @@ class ParallelDrafter(Drafter):
         here = first[:, None] + torch.arange(n, device=self.engine.device)
         return Output(output.logits[each, here], output.hidden[each, here])
 
-    def _trees(self, logits: Tensor, budgets: list[int], rooms: list[int]) -> Proposal:
-        """Return a tree of the most probable nodes for each row, by logits [b, n, V] of its places."""
-        best, ids = logits.float().softmax(-1).topk(min(self.width, logits.shape[-1]), -1)
-        if self._first_is_certain:
-            best[:, 0, 0], best[:, 0, 1:] = 1, 0
-        tokens, parents = [], []
-        for rates, choices, budget, places in zip(best.tolist(), ids.tolist(), budgets, rooms, strict=True):
-            known = RankRates(tuple(tuple(max(rate, 1e-12) for rate in place) for place in rates))
-            tree = best_tree(budget, min(len(rates), max(places, 1)), best.shape[-1], known)
-            tokens.append([choices[len(path) - 1][path[-1]] for path in tree])
-            parents.append(parents_of(tree))
-        size = max(map(len, tokens))
-        filled = [(*line, *[-1] * (size - len(line))) for line in parents]
-        return Proposal(right_padded(tokens, size, -1).to(logits.device), parents=filled)
-
     def candidates(self, acceptance: Sequence[float], verification: Sequence[float]) -> list[DraftCandidate]:
         """Return chains, each drafted in one pass; none for trees: their acceptance is unknown (``Drafter``)."""
         if self.width > 1:
@@ -160,10 +145,6 @@ class ParallelDrafter(Drafter):
     def select(self, slots: list[int]) -> None:
         if not self.shares_cache:
             self._cache.select(slots)
-
-
-def _output_at(output: Output, place: int) -> Output:
-    return Output(output.logits[:, place : place + 1], output.hidden[:, place : place + 1])
 
 
 class MaskedPassEngine(EngineWrapper):

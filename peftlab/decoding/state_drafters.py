@@ -1,15 +1,17 @@
-"""Drafting from the target's hidden states: heads (Medusa, Hydra) and layers that continue the states (EAGLE, MTP).
+"""Drafting from the target's hidden states: heads, layers that continue the states, layers that fill a block.
 
-Heads predict several positions from one state, without a cache. A layer that continues the states has a cache of its
-own and drafts a chain, or a tree that grows with the draft's probabilities (EAGLE-2).
+Heads (Medusa, Hydra) predict several positions from one state, without a cache. A layer that continues the states
+(EAGLE, MTP) has a cache of its own and drafts a chain, or a tree that grows with the draft's probabilities (EAGLE-2).
+Layers that fill a block (DFlash) have keys and values of the states in a cache, and draft all tokens in one pass.
 """
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -225,41 +227,76 @@ class FeatureNetwork(Protocol):
         ...
 
 
-@dataclass
-class FeatureDrafter(Drafter):
-    """A drafter by a layer that continues the target's states, with a cache of its own.
+@runtime_checkable
+class BlockNetwork(Protocol):
+    """The interface of a network that drafts a block of tokens in one pass, over the target's states (DFlash).
 
-    γ counts drafted tokens. Width 1 is a chain, drawn from the draft's distribution. Otherwise, as in EAGLE-2
-    (arXiv 2406.16858), the ``width`` most probable nodes of the newest level get ``width`` children each, and the γ
-    most probable of all nodes are verified, by the product of the probabilities along their path. Such a tree has
-    another shape in every step and for every row.
+    Attributes:
+        features: layers of the target whose entering states it reads.
+        vocab_size: V, of the target.
+        tokens: ids of the tokens that it can draft, rising, [V_d]; None for all.
+        layers: of its cache. block_size: rows of a pass. length: tokens that a pass drafts.
+        ranks: how often each choice is right at each depth, as measured; None: not measured.
+    """
+
+    features: tuple[int, ...]
+    vocab_size: int
+    layers: int
+    block_size: int
+    length: int
+    ranks: RankRates | None
+
+    @property
+    def tokens(self) -> Tensor | None: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def read(self, cache: KVCache, features: Tensor, block: Block) -> None:
+        """Store the keys and values of n states of the target for each of b sequences.
+
+        Args:
+            cache: of the network. features: [b, n, F]. block: their slots.
+        """
+        ...
+
+    def draft(self, cache: KVCache, last: Tensor, block: Block, count: int) -> Output:
+        """Return logits of ``tokens`` [b, count, V_d] and states [b, count, H] for the next ``count`` tokens.
+
+        Args:
+            cache: of the network, with the states of all tokens before the last one. last: the last tokens, [b].
+            block: the slots of the last tokens and of the masks behind them. count: 1 to ``length``.
+        """
+        ...
+
+
+NetworkT = TypeVar("NetworkT", bound=FeatureNetwork | BlockNetwork)
+
+
+@dataclass
+class StateDrafter(Drafter, Generic[NetworkT]):
+    """Base of the drafters by a network that reads the target's states into a cache of its own.
 
     After each verification the states of accepted tokens are the target's: the cache never keeps a row that was
     computed from a guess.
 
     Attributes:
-        network: what drafts. width: children of a node, and nodes expanded per level. depth: levels, at most.
-        name: for reports.
-        window: what the layer sees of a text, in a cache of constant size, for chains only; None: all of it.
+        network: what drafts.
     """
 
-    network: FeatureNetwork
-    width: int = 1
-    depth: int = 6
-    name: str = "features"
-    window: Window | None = None
+    network: NetworkT
     _cache: KVCache = field(init=False, repr=False)
     _sampling: Sampling = field(init=False, repr=False)
-    _read: dict[int, int] = field(init=False, repr=False, default_factory=dict)
-    _new: dict[int, Tensor] = field(init=False, repr=False, default_factory=dict)
+    _read: dict[int, int] = field(init=False, repr=False, default_factory=dict)  # of each row: states in the cache
+    _new: dict[int, Tensor] = field(init=False, repr=False, default_factory=dict)  # of each row: states to read
 
-    @property
-    def provides(self) -> frozenset[str]:
-        return frozenset({DRAWN} if self.width == 1 else ())
+    @abstractmethod
+    def _make_cache(self, batch: int, capacity: int) -> KVCache:
+        """Return the network's cache.
 
-    @property
-    def has_logits(self) -> bool:
-        return self.width == 1
+        Args:
+            batch: sequences. capacity: tokens of each.
+        """
 
     def start(self, rows: list[Row], state: TargetState) -> None:
         if self.network.vocab_size != state.vocab_size:
@@ -269,8 +306,7 @@ class FeatureDrafter(Drafter):
         self._sampling = state.sampling
         # Twice the capacity: a block that starts at the end of one row may be as long as the tokens that another row,
         # which has not read for several steps, still has to read.
-        size = len(rows), 2 * state.cache.capacity + self.width * self.depth
-        self._cache = KVCache(1, *size) if self.window is None else WindowedCache(1, *size, self.window)
+        self._cache = self._make_cache(len(rows), 2 * state.cache.capacity)
         self._read, self._new = {}, {}
         self.join(rows, state)
 
@@ -282,6 +318,63 @@ class FeatureDrafter(Drafter):
             raise PeftlabError(
                 f"draft: reads the states entering layers {layers}; build_engine(..., features=...) is due"
             )
+
+    def _new_states(self, rows: list[Row]) -> Iterator[tuple[list[int], list[int], list[Tensor]]]:
+        """Yield the target's new states in parts: which of the rows, the places they begin at, states [n, F] of each.
+
+        Afterwards they count as read.
+        """
+        some = next(new for row in rows if (new := self._new.get(row.index)) is not None)
+        news = [self._new.pop(row.index, some[:0]) for row in rows]
+        starts, counts = [self._read[row.index] for row in rows], [len(new) for new in news]
+        for row, count in zip(rows, counts, strict=True):
+            self._read[row.index] += count
+        for places, first, n in spans(counts, self._cache.most):
+            yield places, [starts[i] + first for i in places], [news[i][first : first + n] for i in places]
+
+    def accept(self, rows: list[Row], verified: Verified) -> None:
+        features = verified.output.features
+        assert features is not None
+        for i, (row, path) in enumerate(zip(rows, verified.paths, strict=True)):
+            new = features[i, [0, *(node + 1 for node in path)]]
+            old = self._new.get(row.index)
+            self._new[row.index] = new if old is None else torch.cat((old, new))
+
+    def select(self, slots: list[int]) -> None:
+        self._cache.select(slots)
+
+
+@dataclass
+class FeatureDrafter(StateDrafter[FeatureNetwork]):
+    """A drafter by a layer that continues the target's states, with a cache of its own.
+
+    γ counts drafted tokens. Width 1 is a chain, drawn from the draft's distribution. Otherwise, as in EAGLE-2
+    (arXiv 2406.16858), the ``width`` most probable nodes of the newest level get ``width`` children each, and the γ
+    most probable of all nodes are verified, by the product of the probabilities along their path. Such a tree has
+    another shape in every step and for every row.
+
+    Attributes:
+        width: children of a node, and nodes expanded per level. depth: levels, at most.
+        name: for reports.
+        window: what the layer sees of a text, in a cache of constant size, for chains only; None: all of it.
+    """
+
+    width: int = 1
+    depth: int = 6
+    name: str = "features"
+    window: Window | None = None
+
+    @property
+    def provides(self) -> frozenset[str]:
+        return frozenset({DRAWN} if self.width == 1 else ())
+
+    @property
+    def has_logits(self) -> bool:
+        return self.width == 1
+
+    def _make_cache(self, batch: int, capacity: int) -> KVCache:
+        size = batch, capacity + self.width * self.depth
+        return KVCache(1, *size) if self.window is None else WindowedCache(1, *size, self.window)
 
     @torch.inference_mode()
     def propose(self, rows: list[Row], budgets: list[int]) -> Proposal:
@@ -304,20 +397,14 @@ class FeatureDrafter(Drafter):
 
     def _catch_up(self, rows: list[Row]) -> Tensor:
         """Read the target's new states of each row; return the output of the last one, [b, 1, H]."""
-        some = next(new for row in rows if (new := self._new.get(row.index)) is not None)
-        news = [self._new.pop(row.index, some[:0]) for row in rows]
-        starts, counts = [self._read[row.index] for row in rows], [len(new) for new in news]
         last: dict[int, Tensor] = {}
-        for places, first, n in spans(counts, self._cache.most):
-            parts = [news[i][first : first + n] for i in places]
-            begins = [starts[i] + first for i in places]
+        for places, begins, parts in self._new_states(rows):
             tokens = [rows[i].tokens[at + 1 : at + 1 + len(x)] for i, at, x in zip(places, begins, parts, strict=True)]
-            features, ids = pad_sequence(parts, batch_first=True), right_padded(tokens, n).to(some.device)
-            block = self._cache.block([rows[i].slot for i in places], begins, n)
+            features = pad_sequence(parts, batch_first=True)
+            ids = right_padded(tokens, features.shape[1]).to(features.device)
+            block = self._cache.block([rows[i].slot for i in places], begins, features.shape[1])
             states = self._advance(ids, self.network.fuse(features), block)
             last |= {i: row[len(x) - 1] for i, row, x in zip(places, states, parts, strict=True)}
-        for row, count in zip(rows, counts, strict=True):
-            self._read[row.index] += count
         nothing = torch.zeros_like(next(iter(last.values())))  # for rows without a new state, whose budget is 0
         return torch.stack([last.get(i, nothing) for i in range(len(rows))])[:, None]
 
@@ -365,17 +452,6 @@ class FeatureDrafter(Drafter):
         log_probs = values.float() - logits.float().logsumexp(-1, keepdim=True)
         return places if known is None else known[places], log_probs
 
-    def accept(self, rows: list[Row], verified: Verified) -> None:
-        features = verified.output.features
-        assert features is not None
-        for i, (row, path) in enumerate(zip(rows, verified.paths, strict=True)):
-            new = features[i, [0, *(node + 1 for node in path)]]
-            old = self._new.get(row.index)
-            self._new[row.index] = new if old is None else torch.cat((old, new))
-
-    def select(self, slots: list[int]) -> None:
-        self._cache.select(slots)
-
     def candidates(self, acceptance: Sequence[float], verification: Sequence[float]) -> list[DraftCandidate]:
         """Return chains, and trees of its own or the usual width, by the measured ranks (``Drafter.candidates``).
 
@@ -392,6 +468,113 @@ class FeatureDrafter(Drafter):
             for n, (tokens, level) in enumerate(zip(expected_tokens(tree, ranks), levels, strict=True), start=1):
                 found.append(DraftCandidate(n, tokens, 1 + (level - 1) * several, width, width == self.width))
         return found
+
+
+@dataclass
+class BlockDrafter(StateDrafter[BlockNetwork]):
+    """A drafter by layers that fill a block of tokens in one pass, over keys and values of the target's states.
+
+    The block's own rows are not kept: the next pass, and the states of accepted tokens, are written over them. γ counts
+    drafted tokens: a chain is drawn place by place; the nodes of a tree are the γ most probable paths of the ``width``
+    best tokens of each place.
+
+    Attributes:
+        width: choices of each place; 1 is a chain. name: for reports.
+    """
+
+    width: int = 1
+    name: str = "block draft"
+
+    @property
+    def has_logits(self) -> bool:
+        return self.width == 1
+
+    def _make_cache(self, batch: int, capacity: int) -> KVCache:
+        return KVCache(self.network.layers, batch, capacity + self.network.block_size)
+
+    @torch.inference_mode()
+    def propose(self, rows: list[Row], budgets: list[int]) -> Proposal:
+        # A prompt of one token has no states yet: nothing is drafted for it in the first step.
+        longest, network = self.network.length, self.network
+        most = longest if self.width == 1 else max(budgets)
+        budgets = [min(b, most) * (row.index in self._new) for row, b in zip(rows, budgets, strict=True)]
+        if not any(budgets):
+            return Proposal.empty(len(rows), network.device)
+        for places, begins, parts in self._new_states(rows):
+            features = pad_sequence(parts, batch_first=True)
+            block = self._cache.block([rows[i].slot for i in places], begins, features.shape[1])
+            network.read(self._cache, features, block)
+        last = torch.tensor([row.tokens[-1] for row in rows], device=network.device)
+        starts, slots = [self._read[row.index] for row in rows], [row.slot for row in rows]
+        block = self._cache.block(slots, starts, network.block_size)
+        output = network.draft(self._cache, last, block, min(longest, max(budgets)))
+        if self.width > 1:
+            return place_trees(output.logits, budgets, self.width, ids=network.tokens)
+
+        def following(x: Tensor, before: Output, drawn: int) -> Output:
+            return output_at(output, drawn + 1)
+
+        known = None if network.tokens is None else (network.tokens, network.vocab_size)
+        return draft_chain(rows, budgets, output_at(output, 0), following, self._sampling, known)
+
+    def candidates(self, acceptance: Sequence[float], verification: Sequence[float]) -> list[DraftCandidate]:
+        """Return chains, and trees of its own or the usual width, each drafted in one pass (``Drafter.candidates``)."""
+        ranks, longest = self.network.ranks, len(verification) - 1
+        if ranks is None:
+            chains = super().candidates(acceptance, verification)[: self.network.length]
+            return [replace(draft, effort=1.0) for draft in chains]
+        found = list[DraftCandidate]()
+        for width in sorted({1, self.width if self.width > 1 else FEATURE_TREE}):
+            tree = best_tree(longest, self.network.length, min(width, ranks.width), ranks)
+            for n, tokens in enumerate(expected_tokens(tree, ranks), start=1):
+                found.append(DraftCandidate(n, tokens, 1.0, width, width == self.width))
+        return found
+
+
+def output_at(output: Output, place: int) -> Output:
+    """Return the output of one place, logits [b, n, V] -> [b, 1, V]."""
+    return Output(output.logits[:, place : place + 1], output.hidden[:, place : place + 1])
+
+
+def place_trees(
+    logits: Tensor,
+    budgets: Sequence[int],
+    width: int,
+    rooms: Sequence[int] | None = None,
+    *,
+    ids: Tensor | None = None,
+    certain: bool = False,
+) -> Proposal:
+    """Return a tree of the most probable nodes for each row, where a token's law depends on its place alone.
+
+    Args:
+        logits: [b, n, V_d] of n places. budgets: nodes of each row. width: choices of a place, at most.
+        rooms: places of each row that may be used; None: all. ids: [V_d], the token of each logit; None: its number.
+        certain: the first place's best token is the target's own.
+    """
+    best, places = logits.float().softmax(-1).topk(min(width, logits.shape[-1]), -1)
+    if certain:
+        best[:, 0, 0], best[:, 0, 1:] = 1, 0
+    tokens, parents = [], []
+    choices = places if ids is None else ids[places]
+    rooms = [logits.shape[1]] * len(budgets) if rooms is None else rooms
+    for rates, each, budget, room in zip(best.tolist(), choices.tolist(), budgets, rooms, strict=True):
+        known = RankRates(tuple(tuple(max(rate, 1e-12) for rate in place) for place in rates))
+        tree = best_tree(budget, min(len(rates), max(room, 1)), best.shape[-1], known)
+        tokens.append([each[len(path) - 1][path[-1]] for path in tree])
+        parents.append(parents_of(tree))
+    size = max(map(len, tokens))
+    filled = [(*line, *[-1] * (size - len(line))) for line in parents]
+    return Proposal(right_padded(tokens, size, -1).to(logits.device), parents=filled)
+
+
+def state_drafter(network: FeatureNetwork | BlockNetwork, width: int = 1) -> FeatureDrafter | BlockDrafter:
+    """Return a new drafter by a network on the target's states.
+
+    Args:
+        network: which drafts. width: as of the drafters.
+    """
+    return BlockDrafter(network, width) if isinstance(network, BlockNetwork) else FeatureDrafter(network, width)
 
 
 class GrowingTrees:

@@ -26,7 +26,14 @@ from peftlab.decoding.model_drafter import ModelDrafter
 from peftlab.decoding.model_free import SuffixAutomaton, with_copies
 from peftlab.decoding.parallel_drafters import Masks, ParallelDrafter, PearlDrafter
 from peftlab.decoding.sampled_trees import DrawnTrees, GrowthFactory
-from peftlab.decoding.state_drafters import FeatureDrafter, FeatureNetwork, Heads, HeadsDrafter
+from peftlab.decoding.state_drafters import (
+    BlockNetwork,
+    FeatureDrafter,
+    FeatureNetwork,
+    Heads,
+    HeadsDrafter,
+    state_drafter,
+)
 from peftlab.decoding.table import MODEL_FREE, Window, model_free
 from peftlab.decoding.theory import DraftCost, TargetWeights
 from peftlab.drafting.config import DraftConfig, DraftData, DraftObjective
@@ -186,7 +193,7 @@ class Pair:
     own: OwnLayers | None = None
     whole: Engine | None = None
     heads: Heads | None = None
-    network: FeatureNetwork | None = None
+    network: FeatureNetwork | BlockNetwork | None = None
     masks: Masks | None = None
     corpus: SuffixAutomaton | None = None
     window: Window | None = None
@@ -242,7 +249,7 @@ class TargetLoader:
         whole: Engine | None = None,
         own: Callable[[Engine], OwnLayers | None] | None = None,
         heads: Heads | None = None,
-        network: FeatureNetwork | None = None,
+        network: FeatureNetwork | BlockNetwork | None = None,
         masks: Masks | None = None,
         vocabulary: int | None = None,
         features: tuple[int, ...] = (),
@@ -547,7 +554,7 @@ def _draft_of_pair(pair: Pair, width: int | None, grow: GrowthFactory | None) ->
     if pair.heads is not None:
         return HeadsDrafter(pair.heads, width)
     if pair.network is not None:
-        return FeatureDrafter(pair.network, width or 1)
+        return state_drafter(pair.network, width or 1)
     if pair.draft is None:
         raise PeftlabError("drafter 'draft': no draft model given")
     if pair.masks is not None:
@@ -586,19 +593,19 @@ def check_tree(width: int | None, tree: bool, *, drafted: bool, heads: bool) -> 
 
     Args:
         tree: whether one is drawn from a draft model. drafted: whether there is a draft. heads: whether it is one of
-            heads, eagle3, mtp, pard and gated_lora (``DraftRow.heads``).
+            heads, eagle3, mtp, dflash, pard and gated_lora (``DraftRow.heads``).
     """
     if width is not None and (width < 1 or (width > 1 and not drafted)):
         raise PeftlabError(f"width {width}: 1, or more with a draft, whose trees it limits")
     if width is not None and width > 1 and not heads:
         raise PeftlabError(
-            f"width {width}: of heads, eagle3, mtp, pard and gated_lora; a draft model's trees have names, as tree "
-            f"rsd_c:{width}"
+            f"width {width}: of heads, eagle3, mtp, dflash, pard and gated_lora; a draft model's trees have names, as "
+            f"tree rsd_c:{width}"
         )
     if tree and not drafted:
         raise PeftlabError("tree: is drawn from a draft model; give one as draft")
     if tree and heads:
         raise PeftlabError(
-            "tree: is drawn from a draft model; heads, eagle3, mtp, pard and gated_lora have trees of their own, see "
-            "width"
+            "tree: is drawn from a draft model; heads, eagle3, mtp, dflash, pard and gated_lora have trees of their "
+            "own, see width"
         )

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 from urllib.parse import urlsplit
 
-from pydantic import ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, ConfigDict, Field, field_validator, model_validator
 
 from peftlab.decoding.table import TIMES, NamedRule, Window
 from peftlab.decoding.theory import FEATURE_TREE, REDUCED, DraftCost, TargetWeights
@@ -598,18 +599,20 @@ class GatedLoraDraft(DraftConfig):
         ]
 
 
+def _check_rising(layers: list[int]) -> list[int]:
+    if min(layers) < 0 or layers != sorted(set(layers)):
+        raise ValueError("must be layer numbers from 0, rising")
+    return layers
+
+
+StateLayers = Annotated[list[int], Field(min_length=1), AfterValidator(_check_rising)]
+
+
 class StateConfig(DraftConfig):
     """Base of the sections of networks on the target's states."""
 
     usual_method: ClassVar[str | None] = None
     language_model: ClassVar[bool] = False
-    steps: int = Field(
-        default=3,
-        ge=1,
-        description="Tokens that each position drafts in training, one after the other, on its own states "
-        "(training-time test).",
-    )
-    decay: float = Field(default=1.0, gt=0, le=1, description="The loss of step k (from 0) is weighted decay^k.")
     vocabulary: int | None = Field(
         default=8192,
         ge=1,
@@ -640,8 +643,30 @@ class StateConfig(DraftConfig):
             reason = "leaves the target as it is and stores its layer folded; there is nothing to merge"
             yield "merge", f"{self.kind} {reason}"
 
+    @property
+    @abstractmethod
+    def drafted(self) -> int:
+        """Tokens that the network is trained to draft in a step."""
 
-class Eagle3Draft(StateConfig):
+
+class UnrolledConfig(StateConfig):
+    """Base of the sections of layers that draft token by token, each from their own state."""
+
+    steps: int = Field(
+        default=3,
+        ge=1,
+        description="Tokens that each position drafts in training, one after the other, on its own states "
+        "(training-time test).",
+    )
+    decay: float = Field(default=1.0, gt=0, le=1, description="The loss of step k (from 0) is weighted decay^k.")
+
+    @property
+    def drafted(self) -> int:
+        """Tokens that each position drafts in training."""
+        return self.steps
+
+
+class Eagle3Draft(UnrolledConfig):
     """One decoder layer that reads three of the target's states and the next token (EAGLE-3, arXiv 2503.01840)."""
 
     kind: Literal["eagle3"] = "eagle3"
@@ -651,9 +676,8 @@ class Eagle3Draft(StateConfig):
         description="Weight of the SmoothL1 distance between what the LM head reads of the layer and of the target, "
         "beside the objective. EAGLE-1's loss on its one feature: features: [L], steps: 1, regression: 10.",
     )
-    features: list[int] | None = Field(
+    features: StateLayers | None = Field(
         default=None,
-        min_length=1,
         description="Layers of the target, from 0 and rising, whose entering states are read, L for the state that the "
         "LM head reads; null: 2, L/2 and L - 3.",
     )
@@ -673,13 +697,6 @@ class Eagle3Draft(StateConfig):
         if self.norm_before_fc and self.fc_norm:
             raise ValueError("norm_before_fc and fc_norm exclude each other")
         return self
-
-    @field_validator("features")
-    @classmethod
-    def _rising(cls, layers: list[int] | None) -> list[int] | None:
-        if layers is not None and (min(layers) < 0 or layers != sorted(set(layers))):
-            raise ValueError("must be layer numbers from 0, rising")
-        return layers
 
     @classmethod
     def costs(cls, target: TargetWeights) -> list[DraftCost]:
@@ -710,7 +727,7 @@ STITCHED = "stitched"
 """Such a layer in a copy of the target, as ``draft export --for`` names it."""
 
 
-class MtpDraft(StateConfig):
+class MtpDraft(UnrolledConfig):
     """One transformer layer on the target's last state, used for every drafted token (FastMTP, arXiv 2509.18362)."""
 
     kind: Literal["mtp"] = "mtp"
@@ -739,3 +756,62 @@ class MtpDraft(StateConfig):
     def costs(cls, target: TargetWeights) -> list[DraftCost]:
         """Return what a layer, the map into it, and a reduced head cost; each level reads them once."""
         return [layer_cost("mtp", target)]
+
+
+class DflashDraft(StateConfig):
+    """A few layers that draft a block of tokens in one pass, over keys and values of the target's states (DFlash).
+
+    arXiv 2602.06036.
+    """
+
+    kind: Literal["dflash"] = "dflash"
+    block_size: int = Field(
+        default=8, ge=2, description="B: rows of a pass, the last token and B - 1 masks, which draft B - 1 tokens."
+    )
+    layers: int = Field(default=2, ge=1, description="Layers of the draft.")
+    features: StateLayers | None = Field(
+        default=None,
+        description="Layers of the target, from 0 and rising, whose entering states are read, L for the state that the "
+        "LM head reads; null: 2, L/2 and L - 3.",
+    )
+    window: int | None = Field(
+        default=None,
+        ge=2,
+        description="Sliding-window attention: a row sees this many tokens up to itself, and no later row of its "
+        "block; null: a row sees all tokens before the block, and its whole block.",
+    )
+    mask_token: int | None = Field(
+        default=None,
+        ge=0,
+        description="Token id whose embedding masks read, one that the tokenizer writes for no text; null: that of the "
+        "draft that from names, else the tokenizer's mask, else the highest id without text, else the highest one that "
+        "the training text does not contain.",
+    )
+    anchors: int = Field(
+        default=64, ge=1, description="Blocks of each text that train in a step, at places drawn anew, at most."
+    )
+    decay: float = Field(
+        default=0.8,
+        gt=0,
+        le=1,
+        description="The loss of a block's k-th token (from 1) is weighted decay^(k-1); e^(-1/4) is 0.78.",
+    )
+    dpace: float | None = Field(
+        default=None,
+        ge=0,
+        lt=1,
+        description="D-PACE (arXiv 2605.18810) with this alpha, in place of decay: a token weighs what the expected "
+        "accepted length owes to it, by the draft's own probabilities; the paper has 0.5.",
+    )
+
+    @property
+    def drafted(self) -> int:
+        """Tokens that a pass drafts."""
+        return self.block_size - 1
+
+    @classmethod
+    def costs(cls, target: TargetWeights) -> list[DraftCost]:
+        """Return what two layers and a reduced head cost: one pass for a block, and the fusion of three states."""
+        rows, recipe = _reduced(target, "kind: dflash")
+        once = (2 * target.layer + 3 * target.hidden**2 + rows * target.hidden) / target.total
+        return [DraftCost("dflash", "2 layers", recipe, once, 0.0, 7, tree=True)]

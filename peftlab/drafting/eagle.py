@@ -33,8 +33,10 @@ from peftlab.drafting.state_network import (
     LayerMLP,
     NetworkShape,
     RMSNorm,
-    StateKind,
+    RotaryTable,
     StateNetwork,
+    UnrolledKind,
+    UnrolledNetwork,
     check_embedding,
     check_shapes,
     check_written,
@@ -42,7 +44,9 @@ from peftlab.drafting.state_network import (
     drafted_tokens,
     layer_config,
     read_sizes,
+    rows_of_norms,
     shape_for,
+    stack_linears,
     token_maps,
 )
 from peftlab.drafting.table import DRAFTS
@@ -70,7 +74,7 @@ class EagleLayer(nn.Module):
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
-class Eagle3(StateNetwork):
+class Eagle3(UnrolledNetwork):
     """g_t = fc[h_a; h_b; h_c] of the target's states, one layer over it and the next token, and rows of the LM head.
 
     The output, before the final norm, is the next g. Norms before ``fc``, in the residual and after the output are
@@ -135,22 +139,21 @@ class EagleStep(nn.Module):
         self.features, self.vocab_size, self.ranks = network.features, network.vocab_size, network.ranks
         self._heads, self._kv_heads, self._dim, self._eps = shape.heads, shape.kv_heads, shape.head_dim, shape.eps
         self.window = shape.window
-        self.tokens, self._embedding, self._angles = network.tokens, network.embedding, network.angles
+        self.tokens, self._embedding, self._rotary = network.tokens, network.embedding, RotaryTable(network.angles)
         self._norm_before_residual, self._norm_output = shape.norm_before_residual, shape.norm_output
         self._norm_features = partial(norm_features, network) if shape.norm_before_fc or shape.fc_norm else None
         self._first_norms = torch.stack((layer.input_layernorm.weight, layer.hidden_norm.weight)).detach()
         self._mlp_norm, self._norm = layer.post_attention_layernorm.weight.detach(), network.norm.weight.detach()
         attention, mlp = layer.self_attn, layer.mlp
-        self._head_norms = _rows_of_norms(attention, shape) if shape.head_norms else None
+        self._head_norms = rows_of_norms(attention, shape) if shape.head_norms else None
         self.fc, self.out, self.down = (
-            _stack_linears(network.fc),
-            _stack_linears(attention.o_proj),
-            _stack_linears(mlp.down_proj),
+            stack_linears(network.fc),
+            stack_linears(attention.o_proj),
+            stack_linears(mlp.down_proj),
         )
-        self.qkv = _stack_linears(attention.q_proj, attention.k_proj, attention.v_proj)
-        self.up = _stack_linears(mlp.gate_proj, mlp.up_proj)
-        self.lm_head = _stack_linears(network.lm_head)
-        self._turns = self._angles.new_empty(0)
+        self.qkv = stack_linears(attention.q_proj, attention.k_proj, attention.v_proj)
+        self.up = stack_linears(mlp.gate_proj, mlp.up_proj)
+        self.lm_head = stack_linears(network.lm_head)
         if pack:
             pack_linears(self)
 
@@ -176,7 +179,7 @@ class EagleStep(nn.Module):
         x = self.qkv(both.flatten(2)).view(b, n, heads + 2 * kv, dim)
         if self._head_norms is not None:
             x[:, :, : heads + kv] = F.rms_norm(x[:, :, : heads + kv], (dim,), eps=self._eps) * self._head_norms
-        cos, sin = self._rotation(positions, cache.capacity, x.dtype)
+        cos, sin = self._rotary.at(positions, cache.capacity, x.dtype)
         rotate(x[:, :, : heads + kv], cos, sin)
         keys, values = cache.write(0, x[:, :, heads:].transpose(1, 2), block)
         mask = visible if visible is None or n == 1 else visible.repeat(1, 1, heads // kv, 1)
@@ -191,31 +194,6 @@ class EagleStep(nn.Module):
         if not self._norm_output:
             states = F.rms_norm(states, self._norm.shape, self._norm, self._eps)
         return self.lm_head(states)
-
-    def _rotation(self, positions: Tensor, capacity: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return cosines and sines [b or 1, n, 1, D], from a table of all positions."""
-        if len(self._turns) < capacity:
-            angles = torch.arange(capacity, device=self.device)[:, None] * self._angles
-            # (x1, x2) becomes (x1 cos - x2 sin, x2 cos + x1 sin): the halves are swapped, and the sign is in the sine.
-            cos, sin = angles.cos(), angles.sin()
-            self._turns = torch.stack((cos, cos, -sin, sin), 1).unflatten(1, (2, 2)).flatten(2).to(dtype)
-        cos, sin = self._turns[positions].unbind(2)
-        return cos[:, :, None], sin[:, :, None]
-
-
-def _rows_of_norms(attention: LayerAttention, shape: NetworkShape) -> Tensor:
-    """Return the weights of the norms of queries' and keys' heads, [heads + kv_heads, D]."""
-    norms = ((attention.q_norm, shape.heads), (attention.k_norm, shape.kv_heads))
-    return torch.cat([norm.get_parameter("weight").detach().expand(heads, -1) for norm, heads in norms])
-
-
-def _stack_linears(*linears: nn.Linear) -> nn.Linear:
-    """Return linear maps of the same input as one map, their outputs next to one another."""
-    with torch.device("meta"):
-        whole = nn.Linear(linears[0].in_features, sum(linear.out_features for linear in linears), bias=False)
-    weights = [linear.weight.detach() for linear in linears]
-    whole.weight = nn.Parameter(torch.cat(weights) if len(weights) > 1 else weights[0], requires_grad=False)
-    return whole
 
 
 _SGLANG = ["LlamaForCausalLMEagle3"]
@@ -582,7 +560,7 @@ def _logits(network: Eagle3) -> Tensor:
     return logits if network.tokens is None else whole.index_copy_(-1, network.tokens, logits)
 
 
-class Eagle3Kind(StateKind[Eagle3Draft]):
+class Eagle3Kind(UnrolledKind[Eagle3Draft]):
     """An EAGLE-3 layer as a draft."""
 
     name = "eagle3"

@@ -38,8 +38,9 @@ from peftlab.drafting.state_network import (
     LayerMLP,
     NetworkShape,
     RMSNorm,
-    StateKind,
     StateNetwork,
+    UnrolledKind,
+    UnrolledNetwork,
     check_embedding,
     check_shapes,
     check_written,
@@ -87,7 +88,7 @@ class MtpLayer(nn.Module):
         return self.final_layernorm(hidden + self.mlp(self.post_attention_layernorm(hidden)))
 
 
-class Mtp(StateNetwork):
+class Mtp(UnrolledNetwork):
     """One layer over the state that the LM head reads, used for every drafted token; its output is the next such state.
 
     Parameters are named as in the files of speculators' ``mtp``; the LM head's rows are the target's and not written.
@@ -577,7 +578,7 @@ class StitchedExport:
         return f"vllm serve {shlex.quote(directory)} --speculative-config {shlex.quote(settings)}"
 
 
-class MtpKind(StateKind[MtpDraft]):
+class MtpKind(UnrolledKind[MtpDraft]):
     """A FastMTP layer as a draft: a new one, or the target's own."""
 
     name = "mtp"

@@ -23,7 +23,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils import ModelOutput
 
 from peftlab.checkpoints.tensors import map_tensors, write_tensors
-from peftlab.decoding.state_drafters import FeatureDrafter, FeatureNetwork
+from peftlab.decoding.state_drafters import BlockNetwork, FeatureDrafter, FeatureNetwork, state_drafter
 from peftlab.decoding.theory import RankRates
 from peftlab.drafting.acceptance import (
     RANKS,
@@ -37,7 +37,7 @@ from peftlab.drafting.acceptance import (
     write_ranks,
 )
 from peftlab.drafting.base import DraftKind, Loss, Pair, SavedDraft, ServedDraft, TargetLoader
-from peftlab.drafting.config import StateConfig
+from peftlab.drafting.config import StateConfig, UnrolledConfig
 from peftlab.drafting.objectives import Objective, chunked_loss, make_objective
 from peftlab.drafting.target import (
     IDENTITY_FILE,
@@ -165,13 +165,17 @@ class LayerAttention(nn.Module):
         )
 
     def forward(self, hidden: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
-        b, n = hidden.shape[:2]
-        q, k, v = (
-            project(hidden).view(b, n, -1, self.head_dim).transpose(1, 2)
-            for project in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        seen = attend(_rotate(self.q_norm(q), *rotation), _rotate(self.k_norm(k), *rotation), v)
-        return self.o_proj(seen.transpose(1, 2).reshape(b, n, -1))
+        q = _rotate(self.q_norm(self._heads(self.q_proj, hidden)), *rotation)
+        seen = attend(q, *self.keys_and_values(hidden, rotation))
+        return self.o_proj(seen.transpose(1, 2).flatten(2))
+
+    def keys_and_values(self, hidden: Tensor, rotation: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return the keys and values [b, kv_heads, n, D] of rows [b, n, width]; ``rotation`` is of their positions."""
+        keys = _rotate(self.k_norm(self._heads(self.k_proj, hidden)), *rotation)
+        return keys, self._heads(self.v_proj, hidden)
+
+    def _heads(self, project: nn.Linear, hidden: Tensor) -> Tensor:
+        return project(hidden).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
 
 class LayerMLP(nn.Module):
@@ -188,10 +192,7 @@ class LayerMLP(nn.Module):
 
 
 class StateNetwork(nn.Module):
-    """A network that drafts from the target's states with frozen rows of its LM head, token by token.
-
-    Row t reads token t + 1 and a state of the target, or in its place the output of row t - 1; its output is the state
-    of the next row and gives the logits of token t + 2.
+    """A network that drafts from the target's states with frozen rows of its LM head.
 
     Args:
         shape: sizes. embedding: the target's, [V, H]. head: rows of the target's LM head, [V_d, H], frozen.
@@ -264,8 +265,29 @@ class StateNetwork(nn.Module):
         return self.lm_head.weight.device
 
     def fuse(self, features: Tensor) -> Tensor:
-        """Return the states that the layer reads, from the target's, [..., F] -> [..., H]."""
+        """Return the states that the layers read, from the target's, [..., F] -> [..., H]."""
         raise NotImplementedError
+
+    def read_by_head(self, states: Tensor) -> Tensor:
+        """Return what the LM head reads for these outputs, [..., H] -> [..., H]."""
+        return self.norm(states)
+
+    def logits(self, states: Tensor) -> Tensor:
+        """Return the logits of ``tokens``, [..., H] -> [..., V_d]."""
+        return self.lm_head(self.read_by_head(states))
+
+    def rotation(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return cosines and sines of the rotary angles of positions [b or 1, n], [b or 1, 1, n, D] each."""
+        angles = (positions[:, None, :, None].float() * self.angles).repeat(1, 1, 1, 2)
+        return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+class UnrolledNetwork(StateNetwork):
+    """A network on the target's states that drafts token by token.
+
+    Row t reads token t + 1 and a state of the target, or in its place the output of row t - 1; its output is the state
+    of the next row and gives the logits of token t + 2.
+    """
 
     def layer(self, embedded: Tensor, states: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
         """Return the outputs of rows that read these embeddings and states, [b, n, H].
@@ -283,20 +305,7 @@ class StateNetwork(nn.Module):
             tokens: [b, n]. states: [b, n, H]. positions: [b or 1, n]. attend: see ``Attend``.
         """
         embedded = F.embedding(tokens, self.embedding).to(states.dtype)
-        return self.layer(embedded, states, self._rotation(positions, states.dtype), attend)
-
-    def read_by_head(self, states: Tensor) -> Tensor:
-        """Return what the LM head reads for these outputs, [..., H] -> [..., H]."""
-        return self.norm(states)
-
-    def logits(self, states: Tensor) -> Tensor:
-        """Return the logits of ``tokens``, [..., H] -> [..., V_d]."""
-        return self.lm_head(self.read_by_head(states))
-
-    def _rotation(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return cosines and sines of the rotary angles, [b or 1, 1, n, D] each."""
-        angles = (positions[:, None, :, None].float() * self.angles).repeat(1, 1, 1, 2)
-        return angles.cos().to(dtype), angles.sin().to(dtype)
+        return self.layer(embedded, states, self.rotation(positions, states.dtype), attend)
 
 
 def rotary_angles(shape: NetworkShape) -> Tensor:
@@ -365,7 +374,7 @@ class StepAttention:
         return seen
 
 
-def unroll(network: StateNetwork, features: Tensor, ids: Tensor, steps: int) -> Iterator[Tensor]:
+def unroll(network: UnrolledNetwork, features: Tensor, ids: Tensor, steps: int) -> Iterator[Tensor]:
     """Yield the outputs [b, n, H] of each step of the training-time test.
 
     In step k row t reads token t + 1 + k of the text, at position t + k, and its own output of the step before: step 0
@@ -452,7 +461,7 @@ class FeatureLoss:
         """Return the sum over tokens and steps."""
         ids, weights = inputs["input_ids"], inputs["weights"]
         features, final = target_states(model, ids, inputs["attention_mask"], self.known)
-        network: StateNetwork = unwrapped(model).network
+        network: UnrolledNetwork = unwrapped(model).network
         head, drafted = network.lm_head.weight, continuation_mask(inputs)
         total = head.new_zeros(())
         for k, states in enumerate(unroll(network, features, ids, min(self.steps, ids.shape[1] - 1))):
@@ -483,6 +492,7 @@ def measure_features(model: TargetWithNetwork, data: Dataset, steps: int, batch_
         batch_size: rows read together.
     """
     network, head = model.network, head_weight(model)
+    assert isinstance(network, UnrolledNetwork)
     sums = torch.zeros(steps, 4, len(data), dtype=torch.float64)
     for rows, places, ids, mask in batches(data, batch_size, head.device):
         features, final = target_states(model, ids, mask)
@@ -598,6 +608,7 @@ def measure_ranks(model: TargetWithNetwork, data: Dataset, batch_size: int, dept
         data: held-out rows as ``text.make_dataset`` makes them. depth: how many tokens ahead.
     """
     network, head = model.network, head_weight(model)
+    assert isinstance(network, UnrolledNetwork)
     weight = network.lm_head.weight
     right = torch.zeros(depth, min(RANKS, len(weight)), dtype=torch.float64)
     tried = torch.zeros(depth, dtype=torch.float64)
@@ -654,6 +665,42 @@ def drafted_tokens(tensors: dict[str, Tensor], drafted: int, vocabulary: int, di
         if not rising or (mask is not None and mask.nonzero().flatten().tolist() != tokens.tolist()):
             raise PeftlabError(f"{directory}: d2t and t2d are not the same rising token ids below {vocabulary}")
     return tokens
+
+
+def stack_linears(*linears: nn.Linear) -> nn.Linear:
+    """Return linear maps of the same input as one map, their outputs next to one another."""
+    with torch.device("meta"):
+        whole = nn.Linear(linears[0].in_features, sum(linear.out_features for linear in linears), bias=False)
+    weights = [linear.weight.detach() for linear in linears]
+    whole.weight = nn.Parameter(torch.cat(weights) if len(weights) > 1 else weights[0], requires_grad=False)
+    return whole
+
+
+def rows_of_norms(attention: LayerAttention, shape: NetworkShape) -> Tensor:
+    """Return the weights of the norms of queries' and keys' heads, [heads + kv_heads, D]."""
+    norms = ((attention.q_norm, shape.heads), (attention.k_norm, shape.kv_heads))
+    return torch.cat([norm.get_parameter("weight").detach().expand(heads, -1) for norm, heads in norms])
+
+
+class RotaryTable:
+    """Cosines and sines of the rotary angles of positions, as ``decoding.flat.rotate`` takes them, computed once.
+
+    Args:
+        angles: of one position, [D/2].
+    """
+
+    def __init__(self, angles: Tensor):
+        self._angles, self._turns = angles, angles.new_empty(0)
+
+    def at(self, positions: Tensor, capacity: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return cosines and sines [b or 1, n, 1, D] of positions [b or 1, n] below ``capacity``."""
+        if len(self._turns) < capacity:
+            angles = torch.arange(capacity, device=self._angles.device)[:, None] * self._angles
+            # (x1, x2) becomes (x1 cos - x2 sin, x2 cos + x1 sin): the halves are swapped, and the sign is in the sine.
+            cos, sin = angles.cos(), angles.sin()
+            self._turns = torch.stack((cos, cos, -sin, sin), 1).unflatten(1, (2, 2)).flatten(2).to(dtype)
+        cos, sin = self._turns[positions].unbind(2)
+        return cos[:, :, None], sin[:, :, None]
 
 
 def layer_config(shape: NetworkShape, dtype: torch.dtype) -> dict[str, Json]:
@@ -810,8 +857,8 @@ class StateKind(DraftKind[StateT]):
 
     @classmethod
     @abstractmethod
-    def step(cls, network: StateNetwork, pack: bool = True) -> FeatureNetwork:
-        """Return the module that computes a network row by row while it drafts.
+    def step(cls, network: StateNetwork, pack: bool = True) -> FeatureNetwork | BlockNetwork:
+        """Return the module that computes a network while it drafts.
 
         Args:
             network: trained. pack: pack its weights for the CPU.
@@ -883,17 +930,6 @@ class StateKind(DraftKind[StateT]):
             tokens = tokens.to(head.device)
             self.model.network.draft_only(head[tokens].to(trainable_dtype(head)), tokens)
 
-    def loss(self) -> Loss:
-        """Return the weighted sum of the steps' losses."""
-        return FeatureLoss(
-            make_objective(self.recipe.objective), self.config.steps, self.config.decay, known=self.known
-        )
-
-    def score(self, model: nn.Module, data: Dataset, batch_size: int) -> dict[str, float]:
-        """Return the mean acceptance over the steps, and each step's own."""
-        assert isinstance(model, TargetWithNetwork)
-        return rates_by_depth(measure_features(model, data, self.config.steps, batch_size))
-
     def save(self, train: Dataset) -> Tensor | None:
         """Write the network, rounded and with an adapter folded into it, with the identity of its target."""
         network = self.model.network
@@ -901,14 +937,10 @@ class StateKind(DraftKind[StateT]):
             merge(network)
         network.round()
         with staged_directory(self.stored, "model", overwrite=True) as staging:
-            self.write(staging, architecture=type(self.target).__name__, tokens=self.config.steps)
+            self.write(staging, architecture=type(self.target).__name__, tokens=self.config.drafted)
             identify(self.recipe.target, self.target, self.tokenizer).write(staging)
         network.parts_to(self.computing)
         return network.tokens
-
-    def calibrate(self, held_out: Dataset, batch_size: int) -> None:
-        """Measure on held-out text how often each choice of the network is right, and store the rates with it."""
-        write_ranks(self.stored / IDENTITY_FILE, measure_ranks(self.model, held_out, batch_size, FeatureDrafter.depth))
 
     def drafter(self, saved: SavedDraft | None) -> ServedDraft | None:
         """Return the target with the network read from disk; an untrained one drafts nothing."""
@@ -916,7 +948,7 @@ class StateKind(DraftKind[StateT]):
             return None
         network = self.read(saved.directory / self.row().folder, self.target).to(self.target.device)
         network.parts_to(self.computing)
-        return ServedDraft(self.target, partial(FeatureDrafter, self.step(network)), network.features)
+        return ServedDraft(self.target, partial(state_drafter, self.step(network)), network.features)
 
     @classmethod
     def open(cls, place: str, loader: TargetLoader) -> Pair:
@@ -944,3 +976,25 @@ class StateKind(DraftKind[StateT]):
     def update(cls, config: StateT, newest: Path, log: Path) -> StateT:
         """Return the section that continues from the draft of ``newest``."""
         return config.model_copy(update={"from_": cls.row().newest(newest)})
+
+
+UnrolledT = TypeVar("UnrolledT", bound=UnrolledConfig)
+
+
+class UnrolledKind(StateKind[UnrolledT]):
+    """A layer that drafts token by token, trained on its own states."""
+
+    def loss(self) -> Loss:
+        """Return the weighted sum of the steps' losses."""
+        return FeatureLoss(
+            make_objective(self.recipe.objective), self.config.steps, self.config.decay, known=self.known
+        )
+
+    def score(self, model: nn.Module, data: Dataset, batch_size: int) -> dict[str, float]:
+        """Return the mean acceptance over the steps, and each step's own."""
+        assert isinstance(model, TargetWithNetwork)
+        return rates_by_depth(measure_features(model, data, self.config.steps, batch_size))
+
+    def calibrate(self, held_out: Dataset, batch_size: int) -> None:
+        """Measure on held-out text how often each choice of the network is right, and store the rates with it."""
+        write_ranks(self.stored / IDENTITY_FILE, measure_ranks(self.model, held_out, batch_size, FeatureDrafter.depth))

@@ -100,6 +100,12 @@ DRAFTS: Registry[DraftRow] = Registry(
             folder="eagle3",
             marks=(("speculators_model_type", "eagle3"), ("architectures", ["LlamaForCausalLMEagle3"])),
         ),
+        "dflash": DraftRow(
+            "peftlab.drafting.config:DflashDraft",
+            "peftlab.drafting.block:DflashKind",
+            folder="dflash",
+            marks=(("speculators_model_type", "dflash"),),
+        ),
     },
 )
 """The kinds; what no other kind recognises is a ``model``."""

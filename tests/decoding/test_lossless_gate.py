@@ -25,7 +25,8 @@ from peftlab.decoding.model_free import (
 from peftlab.decoding.parallel_drafters import MaskedPassEngine, Masks, OnePassDrafter, ParallelDrafter
 from peftlab.decoding.policies import AcceptanceHead, Confidence, Heuristic, goodput
 from peftlab.decoding.sampled_trees import DrawnTrees, rsd_c, rsd_s
-from peftlab.decoding.state_drafters import FeatureDrafter, HeadsDrafter
+from peftlab.decoding.state_drafters import BlockDrafter, FeatureDrafter, HeadsDrafter
+from peftlab.drafting.block import BlockStep
 from peftlab.drafting.eagle import EagleStep
 from peftlab.drafting.early_exit import exit_engine
 from peftlab.drafting.heads import HydraHeads, MedusaHeads
@@ -33,7 +34,7 @@ from peftlab.drafting.state_network import default_features
 from peftlab.drafting.target import truncate
 from peftlab.environment import resolve_device
 from peftlab.models.load import load_base
-from tests.eagle_models import eagle, trained_eagle
+from tests.eagle_models import dflash, eagle, trained_block, trained_eagle
 from tests.gated_models import gated_model
 
 pytestmark = pytest.mark.device
@@ -72,6 +73,10 @@ DRAFTERS = {
     "eagle tree": lambda m, way: features_drafter(m, 3),
     "suffix+eagle": lambda m, way: fused(features_drafter(m)),
     "suffix+eagle tree": lambda m, way: fused(features_drafter(m, 3)),
+    "block": lambda m, way: block_drafter(m),
+    "block, window": lambda m, way: BlockDrafter(BlockStep(dflash(m, window=9))),
+    "block tree": lambda m, way: block_drafter(m, 3),
+    "suffix+block": lambda m, way: fused(block_drafter(m)),
 }
 WAYS = {"flat": {"pack": False}, "packed": {}, "transformers": {"flat": False}}
 
@@ -147,6 +152,11 @@ def in_one_pass(model, way):
 def features_drafter(model, width=1):
     """An EAGLE-3 layer: one that has learned from the stories, or, for another model, a random one."""
     return FeatureDrafter(trained_eagle(model) if model.config.vocab_size == 512 else EagleStep(eagle(model)), width)
+
+
+def block_drafter(model, width=1):
+    """A DFlash draft: one that has learned from the stories, or, for another model, a random one."""
+    return BlockDrafter(trained_block(model) if model.config.vocab_size == 512 else BlockStep(dflash(model)), width)
 
 
 @pytest.fixture(scope="module")
@@ -231,7 +241,7 @@ def test_every_policy(stories_model, engines, uneven_prompts, expected, policy, 
 
 def test_drafts_do_stand_and_do_fall(stories_model, engines, uneven_prompts):
     """The gate would be empty if nothing were accepted, or nothing rejected."""
-    for name in ("first layers", "lookup", "recycling", "medusa tree", "eagle", "eagle tree"):
+    for name in ("first layers", "lookup", "recycling", "medusa tree", "eagle", "eagle tree", "block", "block tree"):
         drafter = DRAFTERS[name](stories_model, WAYS["flat"])
         statistics = acceptance_statistics(run(engines["flat"], uneven_prompts, 3, drafter, 4))
         assert 0 < statistics.accepted < statistics.drafted, name

@@ -18,11 +18,11 @@ from peftlab.decoding.model_free import NGramDrafter, PromptLookup, SuffixAndDra
 from peftlab.decoding.policies import AcceptanceHead, Confidence, Goodput, Heuristic
 from peftlab.decoding.sampled_trees import KSEQ, DrawnTrees, rsd_c, rsd_s, specinfer
 from peftlab.decoding.sampling import TOKENS, TRAVERSAL, Sampling
-from peftlab.decoding.state_drafters import FeatureDrafter, HeadsDrafter, tree_tokens
+from peftlab.decoding.state_drafters import BlockDrafter, FeatureDrafter, HeadsDrafter, tree_tokens
 from peftlab.drafting.state_network import default_features
 from peftlab.drafting.target import truncate
 from peftlab.errors import PeftlabError
-from tests.eagle_models import trained_eagle
+from tests.eagle_models import trained_block, trained_eagle
 
 SAMPLES = 1000
 SHARED = Goodput(MeasuredStepTimes({1: [1.0] * 5}, {1: 0.3}), 4)
@@ -110,6 +110,8 @@ DRAFTERS = {
     "medusa tree": (lambda m: HeadsDrafter(Frequent(m), width=3), Fixed),
     "recycling": (warmed, Fixed),
     "eagle": (lambda m: FeatureDrafter(trained_eagle(m)), Fixed),
+    "block": (lambda m: BlockDrafter(trained_block(m)), Fixed),
+    "suffix+block": (lambda m: fused(BlockDrafter(trained_block(m))), partial(Confidence, threshold=0.2)),
     "eagle confidence": (lambda m: FeatureDrafter(trained_eagle(m)), partial(Confidence, threshold=0.3)),
 }
 

@@ -30,6 +30,11 @@ KINDS = {
     "medusa": ("{kind: medusa, heads: 2, bias: true, markov: 4, vocabulary: 300}", "null", "heads/model.safetensors"),
     "hydra": ("{kind: hydra, heads: 2, shared_head: true, vocabulary: 300}", "null", "heads/model.safetensors"),
     "mtp": ("{kind: mtp, steps: 2, vocabulary: 300, store_gb: 1}", "null", "mtp/model.safetensors"),
+    "dflash": (
+        "{kind: dflash, block_size: 4, layers: 2, vocabulary: 300, store_gb: 1, anchors: 6}",
+        "null",
+        "dflash/model.safetensors",
+    ),
     "pard": ("{kind: pard, tokens: 3, vocabulary: 300}", "{name: lora, r: 4}", "merged/model.safetensors"),
     "gated_lora": ("{kind: gated_lora, noise: true}", "{name: lora, r: 4}", "adapter/adapter_model.safetensors"),
 }
@@ -37,6 +42,7 @@ REFUSED = {
     "medusa": ("vllm", "Medusa heads, which no released engine loads"),
     "hydra": ("vllm", "Hydra heads, which no released engine loads"),
     "mtp": ("vllm", "only for targets that come with them"),
+    "dflash": ("vllm", "which is not exported yet"),
     "pard": ("sglang", "which vllm alone drafts with"),
     "gated_lora": ("vllm", "which sglang alone serves"),
 }

@@ -1,0 +1,710 @@
+"""DFlash: a few layers that draft a block of tokens in one pass, over the target's states (arXiv 2602.06036).
+
+A block is the last known token, the anchor, and masks behind it. Its rows attend to keys and values that each layer
+makes of the target's states of all tokens before the anchor, and to one another: every token of the block is drafted at
+once, without knowing the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from datasets import Dataset
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from peftlab.checkpoints.tensors import read_tensors, write_tensors
+from peftlab.decoding.cache import Block, KVCache, Output
+from peftlab.decoding.flat import fold_heads, rotate, structure_of, unfold_heads
+from peftlab.decoding.packed import pack_linears
+from peftlab.decoding.theory import RankRates
+from peftlab.drafting.acceptance import (
+    RANKS,
+    Acceptance,
+    add_rates,
+    batches,
+    correct_choices,
+    greedy_tokens,
+    rates_by_depth,
+    read_ranks,
+    write_ranks,
+)
+from peftlab.drafting.base import DraftExporter, Loss
+from peftlab.drafting.config import DflashDraft
+from peftlab.drafting.objectives import Objective, chunked_loss, make_objective
+from peftlab.drafting.pard import unused_token
+from peftlab.drafting.state_network import (
+    FORMAT,
+    WEIGHTS,
+    Attend,
+    KnownStates,
+    LayerAttention,
+    LayerMLP,
+    NetworkShape,
+    RMSNorm,
+    RotaryTable,
+    StateKind,
+    StateNetwork,
+    TargetWithNetwork,
+    check_embedding,
+    check_shapes,
+    check_written,
+    decoding_config,
+    drafted_tokens,
+    layer_config,
+    read_sizes,
+    rows_of_norms,
+    shape_for,
+    stack_linears,
+    target_states,
+    token_maps,
+)
+from peftlab.drafting.table import DRAFTS
+from peftlab.drafting.target import IDENTITY_FILE, head_weight, input_embedding, logits_of, unwrapped
+from peftlab.drafting.text import continuation_mask
+from peftlab.errors import PeftlabError
+from peftlab.files import Json, read_object, typed_value, write_json
+
+
+@dataclass(frozen=True)
+class BlockShape(NetworkShape):
+    """The sizes of a network that drafts blocks.
+
+    Attributes:
+        layers: of the network. block_size: B, rows of a block. mask_token: whose embedding the masks read.
+        window: a row sees as many tokens, itself the last of them, and no later row of its block; None: it sees all
+            tokens before the block, and the whole block.
+    """
+
+    layers: int = 1
+    block_size: int = 8
+    mask_token: int = 0
+
+    @property
+    def length(self) -> int:
+        """Tokens that a block drafts: its first row is a known token and drafts none."""
+        return self.block_size - 1
+
+
+class BlockLayer(nn.Module):
+    """A decoder layer of a Qwen3 over the rows of blocks."""
+
+    def __init__(self, shape: NetworkShape):
+        super().__init__()
+        self.self_attn, self.mlp = LayerAttention(shape, shape.hidden_size, norms=True), LayerMLP(shape)
+        self.input_layernorm, self.post_attention_layernorm = (RMSNorm(shape.hidden_size, shape.eps) for _ in range(2))
+
+    def forward(self, hidden: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+        hidden = hidden + self.self_attn(self.input_layernorm(hidden), rotation, attend)
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+class DFlash(StateNetwork):
+    """Layers over [E(x_a), E(mask), ..., E(mask)], with keys and values of C = norm(fc[h_a; h_b; h_c]) in each.
+
+    C is the same for all layers: the target's states have no residual stream of the draft's. Parameters are named as in
+    the files of speculators' ``dflash``; the embeddings are the target's and no parameter.
+    """
+
+    norm: RMSNorm
+    shape: BlockShape
+
+    def __init__(self, shape: BlockShape, embedding: Tensor, head: Tensor, tokens: Tensor | None = None):
+        super().__init__(shape, embedding, head, tokens)
+        self.fc = nn.Linear(len(shape.features) * shape.hidden_size, shape.hidden_size, bias=False)
+        self.hidden_norm, self.norm = (RMSNorm(shape.hidden_size, shape.eps) for _ in range(2))
+        self.layers = nn.ModuleList(BlockLayer(shape) for _ in range(shape.layers))
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """Return C, the fused and normed states of the target, [..., F] -> [..., H]."""
+        return self.hidden_norm(self.fc(features.to(self.fc.weight.dtype)))
+
+    def drafts(self, features: Tensor, ids: Tensor, anchors: Tensor) -> Tensor:
+        """Return the states from which the tokens after each anchor are drafted, before the final norm, [b, n, P, H].
+
+        Args:
+            features: the target's states of texts, [b, T, F]. ids: the texts, [b, T].
+            anchors: place of each block's known token, [b, n]; a block sees the states of the tokens before it.
+        """
+        shape, (b, n) = self.shape, anchors.shape
+        context = self.fuse(features)
+        tokens = torch.full((b, n, shape.block_size), shape.mask_token, device=ids.device)
+        tokens[:, :, 0] = ids.gather(1, anchors)
+        hidden = F.embedding(tokens.flatten(1), self.embedding).to(context.dtype)
+        places = anchors[..., None] + torch.arange(shape.block_size, device=ids.device)  # [b, n, B]
+        here = self.rotation(places.flatten(1), context.dtype)
+        before = self.rotation(torch.arange(ids.shape[1], device=ids.device)[None], context.dtype)
+        for layer in self.layers:
+            assert isinstance(layer, BlockLayer)
+            keys, values = layer.self_attn.keys_and_values(context, before)
+            hidden = layer(hidden, here, BlockAttention(keys, values, places, shape.window))
+        return hidden.unflatten(1, (n, shape.block_size))[:, :, -shape.length :]
+
+
+@dataclass
+class BlockAttention:
+    """Attention of blocks to the states before their anchors and to their own rows.
+
+    No scores between different blocks are computed.
+
+    Attributes:
+        keys, values: of the text, [b, kv_heads, T, D]. places: of the rows, [b, n, B], the first of each block its
+            anchor. window: see ``BlockShape``.
+    """
+
+    keys: Tensor
+    values: Tensor
+    places: Tensor
+    window: int | None
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Return what queries read: q [b, heads, n·B, D], k and v [b, kv_heads, n·B, D] -> [b, heads, n·B, D]."""
+        (b, heads, _, dim), (n, size), kv = q.shape, self.places.shape[1:], k.shape[1]
+        length = self.keys.shape[2]
+        # Query heads that share a key head become further queries of it.
+        q = (q * dim**-0.5).reshape(b, kv, -1, dim)  # [b, kv, groups · n · B, D]
+        blocks = b, kv, heads // kv, n, size, dim
+        text = torch.arange(length, device=q.device)
+        seen = (text < self.places[:, :, :1])[:, :, None]  # [b, n, 1, T]
+        if self.window is not None:
+            seen = seen & (text > self.places[..., None] - self.window)
+        far = (q @ self.keys.mT).view(*blocks[:-1], length).masked_fill(~seen[:, None, None], -torch.inf)
+        own_k, own_v = (x.view(b, kv, 1, n, size, dim) for x in (k, v))
+        near = q.view(blocks) @ own_k.mT  # [b, kv, groups, n, B, B]
+        if self.window is not None:
+            behind = torch.arange(size, device=q.device)[:, None] - torch.arange(size, device=q.device)
+            near = near.masked_fill((behind < 0) | (behind >= self.window), -torch.inf)
+        shares = torch.cat((far, near), -1).softmax(-1, dtype=torch.float32).to(v.dtype)
+        context = (shares[..., :length].reshape(b, kv, -1, length) @ self.values).view(blocks)
+        return (context + shares[..., length:] @ own_v).reshape(b, heads, n * size, dim)
+
+
+def draw_anchors(places: Tensor, most: int) -> tuple[Tensor, Tensor]:
+    """Draw at most ``most`` of the places of each text, in order, and return them and which are drawn, [b, n] each.
+
+    Randomness comes from torch's global generator, whose state checkpoints contain.
+
+    Args:
+        places: from which to draw, [b, T] booleans. most: of each text.
+    """
+    n = max(1, min(most, int(places.sum(1).max())))
+    drawn = torch.rand(places.shape).to(places.device).masked_fill(~places, -1).topk(n, 1)
+    anchors, order = drawn.indices.masked_fill(drawn.values < 0, 0).sort(1)
+    return anchors, (drawn.values >= 0).gather(1, order)
+
+
+def predicted_places(anchors: Tensor, counted: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    """Return the places after which the tokens of each block come, and which of these tokens count, [b, n, P] each.
+
+    The k-th token of a block (from 0) comes after place a + k, and is compared with what the target predicts there.
+
+    Args:
+        anchors: [b, n]. counted: after which places a token counts, [b, T] booleans. length: P, tokens of a block.
+    """
+    places = anchors[..., None] + torch.arange(length, device=anchors.device)
+    inside, places = places < counted.shape[1], places.clamp_max(counted.shape[1] - 1)
+    return places, inside & counted.gather(1, places.flatten(1)).view_as(inside)
+
+
+def dpace_weights(probabilities: Tensor, counted: Tensor, alpha: float) -> Tensor:
+    """Return each token's weight by D-PACE (arXiv 2605.18810), [..., P]: Σ_{j≥k} Π_{i≤j} s_i, s = (1-α) q + α.
+
+    It is the part of the expected accepted length that depends on token k.
+
+    Args:
+        probabilities: q of each token, [..., P]. counted: which tokens count, [..., P]; α: smooths q.
+    """
+    smoothed = torch.where(counted, (1 - alpha) * probabilities + alpha, 1.0)
+    reached = smoothed.cumprod(-1) * counted
+    return reached.flip(-1).cumsum(-1).flip(-1)
+
+
+@dataclass
+class BlockLoss:
+    """Computes the objective over the tokens of blocks at drawn anchors, weighted by their place in the block.
+
+    The target's distribution is restricted to the draftable tokens, as by ``state_network.FeatureLoss``. The loss is
+    the weighted mean over all drafted tokens, times how many tokens of the text count.
+
+    Attributes:
+        objective: what is minimised. anchors: blocks of a text, at most. decay: a token weighs decay^(k-1).
+        dpace: α of D-PACE, in place of ``decay``; None: not used.
+        known: the target's states of the training text; None: it computes them.
+    """
+
+    objective: Objective
+    anchors: int
+    decay: float
+    dpace: float | None = None
+    known: KnownStates | None = None
+
+    def __call__(self, model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
+        """Return the weighted mean, times the tokens of the batch."""
+        ids, weights = inputs["input_ids"], inputs["weights"]
+        features, final = target_states(model, ids, inputs["attention_mask"], self.known)
+        network: DFlash = unwrapped(model).network
+        head, length = network.lm_head.weight, network.shape.length
+        anchors, drawn = draw_anchors(continuation_mask(inputs), self.anchors)
+        states = network.drafts(features, ids, anchors)
+        places, counted = predicted_places(anchors, weights > 0, length)
+        counted = counted & drawn[..., None]
+        labels = network.draft_ids(F.pad(ids[:, 1:], (0, 1)).gather(1, places.flatten(1)).view_as(places))
+        if self.objective.name == "ce":
+            counted = counted & (labels >= 0)
+        text = torch.arange(len(ids), device=ids.device)[:, None, None].expand_as(places)[counted]
+        mine, labels = network.read_by_head(states[counted]), labels[counted]
+        share = self._weights(counted, mine, head, labels)
+        if self.objective.name == "ce":
+            target, target_head = labels, None
+        else:
+            target, target_head = final[text, places[counted]].to(head.dtype), head
+        mean = chunked_loss(
+            mine, head, target, target_head, self.objective.name, share, settings=self.objective.settings
+        )
+        return mean * (weights > 0).sum()
+
+    def _weights(self, counted: Tensor, mine: Tensor, head: Tensor, labels: Tensor) -> Tensor:
+        """Return the weight of each token that counts, [T], ``counted`` [b, n, P] saying which these are."""
+        if self.dpace is None:
+            return (self.decay ** torch.arange(counted.shape[-1], device=head.device)).expand(counted.shape)[counted]
+        known = token_probabilities(mine.detach(), head, labels)
+        probabilities = torch.ones(counted.shape, device=head.device).masked_scatter(counted, known)
+        return dpace_weights(probabilities, counted, self.dpace)[counted]
+
+
+@torch.no_grad()
+def token_probabilities(states: Tensor, head: Tensor, labels: Tensor) -> Tensor:
+    """Return the probability of each token, [T]: states [T, H] and a head [V_d, H]; 0 for a label below 0."""
+    found = []
+    for part, each in zip(states.split(256), labels.split(256), strict=True):
+        q = logits_of(part, head).float().softmax(-1)
+        found.append(q.gather(-1, each.clamp_min(0)[:, None])[:, 0] * (each >= 0))
+    return torch.cat(found)
+
+
+_MEASURED = 16  # blocks of each held-out text
+
+
+@torch.no_grad()
+def held_out_blocks(
+    model: TargetWithNetwork, data: Dataset, batch_size: int
+) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]]:
+    """Yield, for a few texts, blocks at anchors spread over each.
+
+    Args:
+        model: target and network. data: rows as ``text.make_dataset`` makes them. batch_size: rows read together.
+
+    Yields:
+        Row numbers [b], token ids [b, T], the states that the target's LM head reads [b, T, H], the network's that its
+        LM head reads [b, n, P, H], and ``predicted_places``.
+    """
+    network = model.network
+    assert isinstance(network, DFlash)
+    for rows, drafted, ids, mask in batches(data, batch_size, head_weight(model).device):
+        features, final = target_states(model, ids, mask)
+        count = drafted.sum(1, keepdim=True)  # of consecutive places
+        n = max(1, min(_MEASURED, int(count.max())))
+        apart = torch.arange(n, device=ids.device) * count // n
+        anchors = drafted.int().argmax(1, keepdim=True) + apart
+        once = F.pad(apart.diff(dim=1) > 0, (1, 0), value=True)  # a short text has fewer than n
+        states = network.drafts(features, ids, anchors)
+        places, counted = predicted_places(anchors, drafted, network.shape.length)
+        yield rows, ids, final, network.read_by_head(states), places, counted & once[..., None]
+
+
+@torch.no_grad()
+def measure_blocks(model: TargetWithNetwork, data: Dataset, batch_size: int = 16) -> list[Acceptance]:
+    """Return the acceptance of each token of a block by the target, reading the text as in training.
+
+    Args:
+        model: target and network. data: rows as ``text.make_dataset`` makes them. batch_size: rows read together.
+    """
+    network, head = model.network, head_weight(model)
+    assert isinstance(network, DFlash)
+    sums = torch.zeros(network.shape.length, 4, len(data), dtype=torch.float64)
+    for rows, _, final, states, places, counted in held_out_blocks(model, data, batch_size):
+        for k in range(network.shape.length):
+            text, block = counted[..., k].nonzero().unbind(1)
+            theirs, mine = final[text, places[text, block, k]], states[text, block, k]
+            add_rates(sums[k], rows[text.cpu()], theirs, mine, head, network.lm_head.weight, network.tokens)
+    return [Acceptance(*part) for part in sums]
+
+
+@torch.no_grad()
+def measure_block_ranks(model: TargetWithNetwork, data: Dataset, batch_size: int) -> RankRates:
+    """Return how often the choice of each rank is the target's own greedy token, place by place in the block.
+
+    Place k counts where the text has the target's own tokens up to it, and each of them was among the choices of its
+    place: there a tree can reach it.
+
+    Args:
+        model: target and network. data: held-out rows as ``text.make_dataset`` makes them.
+        batch_size: rows read together.
+    """
+    network, head = model.network, head_weight(model)
+    assert isinstance(network, DFlash)
+    weight, length = network.lm_head.weight, network.shape.length
+    right = torch.zeros(length, min(RANKS, len(weight)), dtype=torch.float64)
+    tried = torch.zeros(length, dtype=torch.float64)
+    for _, ids, final, states, places, counted in held_out_blocks(model, data, batch_size):
+        own = greedy_tokens(final, head)
+        alive = torch.ones_like(counted[..., 0])
+        for k in range(length):
+            alive = alive & counted[..., k]
+            wanted = own.gather(1, places[..., k])
+            hits = correct_choices(states[:, :, k][alive], weight, wanted[alive], network.tokens)
+            right[k] += hits.sum(0).cpu().double()
+            tried[k] += len(hits)
+            alive = alive.masked_scatter(alive, hits.any(-1))
+            alive = alive & (F.pad(ids[:, 1:], (0, 1)).gather(1, places[..., k]) == wanted)
+    return RankRates.counted(right.tolist(), tried.tolist())
+
+
+class BlockStep(nn.Module):
+    """Computes ``DFlash`` with a cache; see ``decoding.state_drafters.BlockNetwork``.
+
+    The keys and values that all layers make of the target's states are one product, queries, keys and values of a
+    block's rows are one in each layer, and so are gate and up.
+
+    Args:
+        network: trained; its weights must not change any more. pack: pack them for the CPU.
+    """
+
+    def __init__(self, network: DFlash, pack: bool = True):
+        super().__init__()
+        shape = network.shape
+        self.features, self.vocab_size, self.ranks = network.features, network.vocab_size, network.ranks
+        self.layers, self.block_size, self.length = shape.layers, shape.block_size, shape.length
+        self._heads, self._kv_heads, self._dim, self._eps = shape.heads, shape.kv_heads, shape.head_dim, shape.eps
+        self._window, self._mask_token = shape.window, shape.mask_token
+        self.tokens, self._embedding, self._rotary = network.tokens, network.embedding, RotaryTable(network.angles)
+        self._hidden_norm, self._norm = network.hidden_norm.weight.detach(), network.norm.weight.detach()
+        layers = [layer for layer in network.layers if isinstance(layer, BlockLayer)]
+        each = [layer.self_attn for layer in layers]
+        self.fc, self.lm_head = stack_linears(network.fc), stack_linears(network.lm_head)
+        self.context = stack_linears(*(linear for one in each for linear in (one.k_proj, one.v_proj)))
+        self.qkv = nn.ModuleList(stack_linears(one.q_proj, one.k_proj, one.v_proj) for one in each)
+        self.out = nn.ModuleList(stack_linears(one.o_proj) for one in each)
+        self.up = nn.ModuleList(stack_linears(layer.mlp.gate_proj, layer.mlp.up_proj) for layer in layers)
+        self.down = nn.ModuleList(stack_linears(layer.mlp.down_proj) for layer in layers)
+        self._norms = [
+            (layer.input_layernorm.weight.detach(), layer.post_attention_layernorm.weight.detach()) for layer in layers
+        ]
+        self._head_norms = [rows_of_norms(one, shape) for one in each]
+        if pack:
+            pack_linears(self)
+
+    @property
+    def device(self) -> torch.device:
+        """The device on which it computes."""
+        return self._embedding.device
+
+    def read(self, cache: KVCache, features: Tensor, block: Block) -> None:
+        """Store the keys and values of the target's states, [b, n, F]."""
+        states = F.rms_norm(self.fc(features.to(self._norm.dtype)), self._norm.shape, self._hidden_norm, self._eps)
+        kv = self._kv_heads
+        x = self.context(states).unflatten(-1, (self.layers, 2 * kv, self._dim))  # [b, n, layers, 2 kv, D]
+        cos, sin = self._rotary.at(block.positions(self.device), cache.capacity, x.dtype)
+        for layer, norms in enumerate(self._head_norms):
+            both = x[:, :, layer]
+            keys = F.rms_norm(both[:, :, :kv], (self._dim,), norms[-1], self._eps)
+            rotate(keys, cos, sin)
+            cache.write(layer, torch.cat((keys, both[:, :, kv:]), 2).transpose(1, 2), block)
+
+    def draft(self, cache: KVCache, last: Tensor, block: Block, count: int) -> Output:
+        """Return logits and states of the next ``count`` tokens."""
+        b, n, kv = len(last), block.n, self._kv_heads
+        tokens = torch.full((b, n), self._mask_token, device=last.device)
+        tokens[:, 0] = last
+        hidden = F.embedding(tokens, self._embedding).to(self._norm.dtype)
+        cos, sin = self._rotary.at(block.positions(self.device), cache.capacity, hidden.dtype)
+        mask = self._visible(block)
+        mask = None if mask is None else mask.repeat(1, 1, self._heads // kv, 1)
+        for layer, (first, second) in enumerate(self._norms):
+            x = self.qkv[layer](F.rms_norm(hidden, first.shape, first, self._eps)).view(b, n, -1, self._dim)
+            turned = x[:, :, : self._heads + kv]
+            turned.copy_(F.rms_norm(turned, (self._dim,), eps=self._eps) * self._head_norms[layer])
+            rotate(turned, cos, sin)
+            keys, values = cache.write(layer, x[:, :, self._heads :].transpose(1, 2), block)
+            queries = fold_heads(x[:, :, : self._heads], kv)
+            seen = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask)
+            hidden = hidden + self.out[layer](unfold_heads(seen, n))
+            gate, factor = self.up[layer](F.rms_norm(hidden, second.shape, second, self._eps)).chunk(2, -1)
+            hidden = hidden + self.down[layer](F.silu(gate).mul_(factor))
+        begin = n - self.length
+        states = F.rms_norm(hidden[:, begin : begin + count], self._norm.shape, self._norm, self._eps)
+        return Output(self.lm_head(states), states)
+
+    def _visible(self, block: Block) -> Tensor | None:
+        """Return which slots the rows of a block see, [b or 1, 1, n, end] booleans; None for all."""
+        if self._window is not None:
+            return block.visible(self._window, self.device)
+        if block.even:
+            return None
+        ends = torch.tensor(block.starts, device=self.device)[:, None] + block.n
+        return (torch.arange(block.end, device=self.device) < ends)[:, None, None].expand(-1, 1, block.n, -1)
+
+
+def write_dflash(network: DFlash, directory: Path, *, target: str, architecture: str) -> None:
+    """Write a network into an existing directory in speculators' layout, and check the round trip.
+
+    Neither embeddings nor a whole LM head are written: they are the target's.
+
+    Args:
+        target: reference of the model it drafts for, of class ``architecture``.
+
+    Raises:
+        PeftlabError: the files differ from the network.
+    """
+    tensors = tensors_of(network)
+    write_tensors(directory / WEIGHTS, tensors, {"format": "pt"})
+    write_json(directory / "config.json", dflash_config(network, target=target, architecture=architecture))
+    head = network.lm_head.weight if network.tokens is None else None
+    check_written(tensors, tensors_of(read_dflash(directory, network.embedding, head)), directory)
+
+
+def tensors_of(network: DFlash) -> dict[str, Tensor]:
+    """Return the network's tensors, by speculators' names, as its file has them."""
+    whole = network.tokens is None
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in network.state_dict().items()}
+    return {name: t for name, t in tensors.items() if not (whole and name == _HEAD)} | token_maps(network)
+
+
+_HEAD = "lm_head.weight"
+
+
+def dflash_config(network: DFlash, *, target: str, architecture: str) -> dict[str, Json]:
+    """Return the configuration of a network in speculators' layout.
+
+    Args:
+        network: trained. target, architecture: as for ``write_dflash``.
+    """
+    shape = network.shape
+    sliding = shape.window is not None
+    layer = layer_config(shape, network.fc.weight.dtype)
+    types: list[Json] = ["sliding_attention" if sliding else "full_attention"] * shape.layers
+    layer |= {"num_hidden_layers": shape.layers, "layer_types": types}
+    layer |= {"use_sliding_window": sliding, "sliding_window": shape.window}
+    return {
+        "architectures": ["DFlashDraftModel"],
+        "speculators_model_type": "dflash",
+        "speculators_version": FORMAT,
+        "transformer_layer_config": layer,
+        "draft_vocab_size": len(network.lm_head.weight),
+        "target_hidden_size": shape.hidden_size,
+        "block_size": shape.block_size,
+        "aux_hidden_state_layer_ids": list(shape.features),
+        "mask_token_id": shape.mask_token,
+        "sample_from_anchor": False,
+        # vLLM gives all layers the attention that this key says: both directions within a block where it is true.
+        "sliding_window_non_causal": not sliding,
+        "tie_word_embeddings": False,
+        "speculators_config": decoding_config("dflash", target=target, architecture=architecture, tokens=shape.length),
+    }
+
+
+def read_block_shape(directory: Path) -> tuple[BlockShape, int]:
+    """Return the sizes of the network in a directory, and how many tokens it drafts.
+
+    Raises:
+        PeftlabError: it is of another type, or computes what is not computed here.
+    """
+    file = directory / "config.json"
+    config = read_object(file)
+    if not DRAFTS["dflash"].recognises(directory):
+        raise PeftlabError(f"{file}: speculators_model_type is {config.get('speculators_model_type')!r}, not dflash")
+    layer = typed_value(config, "transformer_layer_config", dict, file)
+    if layer.get("model_type") != "qwen3" or layer.get("attention_bias"):
+        raise PeftlabError(f"{file}: transformer_layer_config must be a qwen3's without attention_bias")
+    count = typed_value(layer, "num_hidden_layers", int, file)
+    size, mask = (typed_value(config, key, int, file) for key in ("block_size", "mask_token_id"))
+    if config.get("sample_from_anchor"):
+        raise PeftlabError(f"{file}: sample_from_anchor is true, which a dflash draft is not trained with")
+    ids = config.get("aux_hidden_state_layer_ids")
+    found = [each for each in ids if type(each) is int and each >= 0] if isinstance(ids, list) else []
+    if not isinstance(ids, list) or not found or len(found) < len(ids) or found != sorted(set(found)):
+        raise PeftlabError(f"{file}: aux_hidden_state_layer_ids must be layer numbers from 0, rising")
+    sizes = read_sizes(layer, file)
+    if count < 1 or size < 2 or not 0 <= mask < sizes.vocab_size:
+        raise PeftlabError(
+            f"{file}: num_hidden_layers {count}, block_size {size} and mask_token_id {mask} must be at least 1, at "
+            f"least 2 and one of the {sizes.vocab_size} tokens"
+        )
+    own = {field: value for field, value in asdict(sizes).items() if field not in ("features", "window")}
+    window = _window(config, layer, count, file)
+    shape = BlockShape(**own, features=tuple(found), window=window, layers=count, block_size=size, mask_token=mask)
+    return shape, typed_value(config, "draft_vocab_size", int, file)
+
+
+def _window(config: dict[str, Json], layer: dict[str, Json], count: int, file: Path) -> int | None:
+    """Return the window of all layers of a stored network; None where they see everything."""
+    types = layer.get("layer_types") or ["full_attention"] * count
+    if (
+        not isinstance(types, list)
+        or len(types) != count
+        or types
+        not in (
+            ["full_attention"] * count,
+            ["sliding_attention"] * count,
+        )
+    ):
+        raise PeftlabError(
+            f"{file}: layer_types must be {count} times full_attention or {count} times sliding_attention"
+        )
+    if types[0] == "full_attention":
+        return None
+    if config.get("sliding_window_non_causal"):
+        raise PeftlabError(f"{file}: sliding_window_non_causal with sliding attention is not supported")
+    return typed_value(layer, "sliding_window", int, file)
+
+
+def read_dflash(directory: str | Path, embedding: Tensor, head: Tensor | None = None) -> DFlash:
+    """Return the network in a directory; every key is used exactly once.
+
+    Args:
+        embedding: the target's, [V, H]. head: the target's, [V, H], of a network that drafts all tokens.
+
+    Raises:
+        PeftlabError: it is for another vocabulary or width, or a key is missing, unknown or of another shape.
+    """
+    directory = Path(directory)
+    shape, drafted = read_block_shape(directory)
+    check_embedding(shape, embedding, directory)
+    tensors, _ = read_tensors(directory / WEIGHTS)
+    tokens = drafted_tokens(tensors, drafted, shape.vocab_size, directory)
+    with torch.device("meta"):
+        blank = DFlash(shape, torch.empty(0), torch.empty(drafted, shape.hidden_size)).state_dict()
+    if tokens is None:
+        del blank[_HEAD]
+    check_shapes(blank, tensors, directory)
+    rows = tensors[_HEAD] if tokens is not None else head
+    if rows is None:
+        raise PeftlabError(f"{directory}: drafts all tokens, by the LM head of its target, which is not given")
+    network = DFlash(shape, embedding, rows, tokens)
+    network.load_state_dict({_HEAD: rows} | tensors, assign=True)
+    network.lm_head.weight = nn.Parameter(rows, requires_grad=False)
+    network.ranks = read_ranks(directory / IDENTITY_FILE)
+    return network.eval()
+
+
+def textless_tokens(tokenizer: PreTrainedTokenizerBase, size: int) -> list[int]:
+    """Return the ids that the tokenizer writes for no text, those that suit a mask best first.
+
+    These are its mask token, the rows past its tokens, and special tokens, those that are numbered last first.
+
+    Args:
+        tokenizer: the target's. size: rows of the target's embeddings.
+    """
+    special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special and i < size}
+    mask = tokenizer.mask_token_id
+    named = [mask] if isinstance(mask, int) else []
+    ends = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, *named}
+    return [*named, *reversed(range(len(tokenizer), size)), *sorted(special - ends, reverse=True)]
+
+
+class DflashKind(StateKind[DflashDraft]):
+    """Layers that draft a block in one pass as a draft."""
+
+    name = "dflash"
+
+    def check(self, target: PretrainedConfig) -> None:
+        """Refuse layers and tokens that the target does not have, a mask that is text, and another kind of draft."""
+        config = target.get_text_config(decoder=True)
+        features, count, mask = self.config.features, config.num_hidden_layers, self.config.mask_token
+        if features is not None and features[-1] > count:
+            raise PeftlabError(
+                f"draft.features: no layer {features[-1]}; the target has 0 to {count - 1}, and {count} is the "
+                "state that its LM head reads"
+            )
+        free = textless_tokens(self.tokenizer, config.vocab_size)
+        if mask is not None and mask not in free:
+            nearest = f"write {free[0]}, or leave it out" if free else "leave it out"
+            reason = "is no token of the target" if mask >= config.vocab_size else "is text to the tokenizer"
+            raise PeftlabError(f"draft.mask_token: {mask} {reason}; {nearest}")
+        super().check(target)
+
+    def new(self, target: PreTrainedModel) -> DFlash:
+        """Return layers with random weights and the target's final norm; ``prepare`` chooses the mask."""
+        config = self.config
+        sizes = asdict(shape_for(target.config, None if config.features is None else tuple(config.features)))
+        sizes |= {"window": config.window, "layers": config.layers, "block_size": config.block_size, "head_norms": True}
+        network = DFlash(BlockShape(**sizes), input_embedding(target), head_weight(target))
+        structure = structure_of(target)
+        if structure is not None and not structure.norm.centred:  # else the weights start at one
+            network.norm.weight = nn.Parameter(structure.norm.weight.detach().clone())
+        return network
+
+    def start(self, place: str, target: PreTrainedModel) -> DFlash:
+        """Return the stored layers, which must be those that the recipe asks for where it names sizes."""
+        network = self.read(place, target)
+        shape, config = network.shape, self.config
+        stored = {"features": list(shape.features), "layers": shape.layers, "block_size": shape.block_size}
+        stored |= {"window": shape.window, "mask_token": shape.mask_token}
+        for key, value in stored.items():
+            wanted = getattr(config, key)
+            if key in config.model_fields_set and wanted is not None and wanted != value:
+                raise PeftlabError(f"draft.{key}: {wanted}, but {config.from_} was trained with {value}")
+        return network
+
+    def prepare(self, train: Dataset) -> None:
+        """Choose the mask of new layers; store states and reduce the vocabulary as ``StateKind`` does."""
+        network = self.model.network
+        assert isinstance(network, DFlash)
+        if self.config.from_ is None:
+            network.shape = replace(network.shape, mask_token=self._mask_token(train))
+        super().prepare(train)
+
+    def _mask_token(self, train: Dataset) -> int:
+        if self.config.mask_token is not None:
+            return self.config.mask_token
+        size = len(input_embedding(self.target))
+        used = {token for text in train["input_ids"] for token in text}
+        free = next((token for token in textless_tokens(self.tokenizer, size) if token not in used), None)
+        return unused_token(size, train["input_ids"]) if free is None else free
+
+    @classmethod
+    def read(cls, place: str | Path, target: PreTrainedModel) -> DFlash:
+        """Return the layers in a directory."""
+        return read_dflash(place, input_embedding(target), head_weight(target))
+
+    def write(self, directory: Path, *, architecture: str, tokens: int) -> None:
+        """Write the layers, see ``write_dflash``."""
+        network = self.model.network
+        assert isinstance(network, DFlash)
+        write_dflash(network, directory, target=self.recipe.target, architecture=architecture)
+
+    @classmethod
+    def step(cls, network: StateNetwork, pack: bool = True) -> BlockStep:
+        """Return the layers as a handful of products."""
+        assert isinstance(network, DFlash)
+        return BlockStep(network, pack)
+
+    def loss(self) -> Loss:
+        """Return the weighted loss over blocks at drawn anchors."""
+        config = self.config
+        return BlockLoss(make_objective(self.recipe.objective), config.anchors, config.decay, config.dpace, self.known)
+
+    def score(self, model: nn.Module, data: Dataset, batch_size: int) -> dict[str, float]:
+        """Return the mean acceptance over the tokens of a block, and each token's own."""
+        assert isinstance(model, TargetWithNetwork)
+        return rates_by_depth(measure_blocks(model, data, batch_size))
+
+    def calibrate(self, held_out: Dataset, batch_size: int) -> None:
+        """Measure on held-out text how often each choice of each place is right, and store the rates."""
+        write_ranks(self.stored / IDENTITY_FILE, measure_block_ranks(self.model, held_out, batch_size))
+
+    @classmethod
+    def check_layers(cls, place: str, network: StateNetwork, layers: int) -> None:
+        """Refuse a target without the layers whose states are read."""
+        if max(network.features) > layers:
+            last = max(network.features)
+            raise PeftlabError(f"{place}: reads the state entering layer {last}; the target has {layers}")
+
+    @classmethod
+    def export(cls, place: str, consumer: str) -> Path | DraftExporter:
+        """Refuse to export: no engine's layout is written yet."""
+        raise PeftlabError(f"--for {consumer}: {place} is a dflash draft, which is not exported yet")
