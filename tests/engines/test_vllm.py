@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 import transformers
+from safetensors.torch import load_file
 
 from peftlab.checkpoints.engines import check_adapter, convert_adapter
 from peftlab.checkpoints.merge import merge_checkpoint
+from peftlab.checkpoints.merge_plan import MergeOptions
+from peftlab.checkpoints.quantised import FP8, compress, decompress
 from tests.engines.models import ADAPTERS, NEW_TOKENS, PROMPTS, assert_greedy, follows, prompts
 
 pytestmark = pytest.mark.engines
@@ -90,3 +93,22 @@ def test_a_merged_model(
     for ids, output in zip(prompts(target), outputs, strict=True):
         assert_greedy(merged, ids, output)
     record_property("shows", ["vllm", "merged model", "transformers' tokens"])
+
+
+@pytest.mark.shows("vllm", "merged model in fp8", "tokens of its values, each map's inputs rounded to fp8 as well")
+def test_a_model_merged_in_fp8(vllm: Vllm, target: Path, adapters: dict[str, Path], tmp_path: Path) -> None:
+    merge_checkpoint(adapters["query and value"], str(target), tmp_path / "merged", MergeOptions(dtype=FP8))
+    job = {"llm": {"model": str(tmp_path / "merged"), "dtype": "float32", "max_model_len": 128}}
+    (outputs,) = vllm(job | {"prompts": prompts(target), "max_new_tokens": NEW_TOKENS})
+    stored = load_file(tmp_path / "merged" / "model.safetensors")
+    rounded = transformers.AutoModelForCausalLM.from_pretrained(target).eval()
+    for name, module in rounded.named_modules():
+        if f"{name}.weight_scale" in stored:
+            module.weight.data = decompress(stored[f"{name}.weight"], stored[f"{name}.weight_scale"])
+            # A row of inputs has a scale of its own, as a row of weights has.
+            module.register_forward_pre_hook(lambda _, args: decompress(*compress(args[0][0]))[None])
+        elif f"{name}.weight" in stored:
+            module.weight.data = stored[f"{name}.weight"]
+    assert sum(name.endswith("_scale") for name in stored) == 7 * rounded.config.num_hidden_layers
+    for ids, output in zip(prompts(target), outputs, strict=True):
+        assert_greedy(rounded, ids, output, near=0.05)  # what is added in another order may be rounded to the next code
