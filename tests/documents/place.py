@@ -48,6 +48,9 @@ TABLES: dict[str, dict[str, object]] = {
     "FILE.jsonl": {"prompt": "Once upon a time"},
     "answers.jsonl": {"answer": "Once upon a time there was a cat."},
     "log.jsonl": {"prompt": "Once upon", "response": " a time there was a cat"},
+    "new_chats.jsonl": {
+        "messages": [{"role": "user", "content": "Bye"}, {"role": "assistant", "content": "Farewell."}]
+    },
     "chats.jsonl": {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]},
     "pairs.jsonl": {"prompt": "Hi", "chosen": "Hello.", "rejected": "Go."},
 }

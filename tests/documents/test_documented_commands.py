@@ -24,7 +24,7 @@ from peftlab.cli.app import app
 from peftlab.recipe.load import load_recipe
 from tests.documents.blocks import Block, Command, blocks, commands, programs
 from tests.documents.place import CHAT, ENCODER, furnish
-from tests.packages import SMOLLM2
+from tests.packages import MINILM, SMOLLM2
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = {str(path.relative_to(ROOT)): path.read_text() for path in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md"))}
@@ -55,9 +55,12 @@ RECIPES = {
     "recipes/quickstart.yaml": REVIEWS,
     "recipe.yaml": "data.path=glue_data/CoLA output_dir=runs/again",
     "my-chats.yaml": "data.validation=4",
+    "chat.yaml": f"model={CHAT} data.validation=4",
+    "text-classification": "data.validation=4",
+    "draft/eagle3": f"draft.vocabulary=null {DRAFTED}",
     "my-draft.yaml": DRAFTED,
     "chat/quickstart": f"model={CHAT} data.path=ratings.csv data.validation=4",
-    "chat/qlora": "data.validation=4",
+    "chat/qlora": "data.validation=4 train.gradient_accumulation_steps=1",
     "chat/preference": f"model={CHAT} data.validation=4",
     "gsm8k": f"data.validation=4 {LONG}",
     "e2e": f"model={CHAT} method.target_modules=null {LONG} generate.metrics=[rouge_l]",
@@ -74,6 +77,7 @@ VERBS = {
 # The names under which a page's complete recipes are in the directory, in their order.
 SAVED = {
     "README.md": ["recipe.yaml"],
+    "docs/guide/cookbook.md": ["chat.yaml"],
     "docs/guide/quickstart.md": ["tickets.yaml"],
     "docs/guide/language_models.md": ["my-chats.yaml", "shakespeare.yaml"],
     "docs/drafts/training_drafts.md": ["my-draft.yaml"],
@@ -168,7 +172,7 @@ def recipe_and_overrides(arguments: Sequence[str]) -> list[str]:
 
 def execute(words: Sequence[str], piped: str | None = None) -> None:
     """Execute a command in the working directory, in this process."""
-    verb, arguments = parsed([CHAT if word == SMOLLM2 else word for word in words])
+    verb, arguments = parsed([word.replace(SMOLLM2, CHAT).replace(MINILM, ENCODER) for word in words])
     short = f"{STEP} {RECIPES.get(arguments[0], '')}" if verb == "run" else VERBS.get(verb, "")
     added = [*arguments, *shlex.split(short)]
     if any(argument.startswith("sweep.") for argument in arguments):  # a grid: of run's options validate has none
