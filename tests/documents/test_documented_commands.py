@@ -60,7 +60,7 @@ RECIPES = {
     "draft/eagle3": f"draft.vocabulary=null {DRAFTED}",
     "my-draft.yaml": DRAFTED,
     "chat/quickstart": f"model={CHAT} data.path=ratings.csv data.validation=4",
-    "chat/qlora": "data.validation=4 train.gradient_accumulation_steps=1",
+    "chat/qlora": "data.validation=4",
     "chat/preference": f"model={CHAT} data.validation=4",
     "gsm8k": f"data.validation=4 {LONG}",
     "e2e": f"model={CHAT} method.target_modules=null {LONG} generate.metrics=[rouge_l]",
