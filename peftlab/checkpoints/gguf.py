@@ -36,7 +36,7 @@ KEEP = "keep"
 _PLAIN = {"F32": "F32", "F16": "F16", "BF16": "BF16"}  # types of the format that are dtypes of torch
 _FILE_TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8, "Q5_1": 9, "BF16": 32}
 _ALIGNMENT = 32  # of each tensor's data; the format's default
-_STEP = 1 << 20  # weights quantised at a time
+_STEP = 1 << 18  # weights quantised at a time
 _BYTES_OF_BASE = "U8"  # the dtype of a tensor that is copied from a GGUF base, whatever its type
 
 
@@ -561,10 +561,25 @@ class GgufFile(OutputFile):
         order = self.model.order(stored.name, tensor.shape[0])
         if self.model.transposed(stored.name, tuple(tensor.shape)):
             tensor = tensor.t()
+        count = _rows_at_a_time(stored)
+        starts = range(0, stored.shape[0], count)
+        self._write_rows(
+            stored, (tensor[n : n + count] if order is None else tensor[order[n : n + count]] for n in starts)
+        )
+
+    def convert(self, key: str, shard: Shard, source: str) -> None:
+        """Store the values of a tensor of another file, whose rows stay in their order, without reading it whole.
+
+        Args:
+            key: of the tensor. shard: the file to read. source: its key there.
+        """
+        stored = self.stored[key]
+        self._write_rows(stored, shard.read_rows(source, _rows_at_a_time(stored)))
+
+    def _write_rows(self, stored: GgufTensor, parts: Iterable[Tensor]) -> None:
+        assert self.model is not None
         added, offset = self.model.offset(stored.name), stored.offset
-        rows = max(1, _STEP // max(1, math.prod(stored.shape[1:])))
-        for start in range(0, stored.shape[0], rows):
-            part = tensor[start : start + rows] if order is None else tensor[order[start : start + rows]]
+        for part in parts:
             data = _stored(part.float() + added if added else part, stored.type)
             self._write(data, offset)
             offset += len(data)
@@ -572,12 +587,26 @@ class GgufFile(OutputFile):
     def steps(self, steps: Iterable[Job | Copy]) -> Iterator[Job | Copy]:
         """Yield the steps of a merge; a tensor that is not stored as it comes is read instead of copied."""
         for step in steps:
-            if isinstance(step, Copy) and not self.as_it_is(step.key):
-                yield Job(
-                    [(step.shard, step.source)], _named(step.key), {step.key: self}, self.entries[step.key].nbytes
-                )
-            else:
+            if not isinstance(step, Copy) or self.as_it_is(step.key):
                 yield step
+                continue
+            stored, entry = self.stored[step.key], self.entries[step.key]
+            assert self.model is not None
+            if self.model.order(stored.name, entry.shape[0]) is None and stored.shape == entry.shape:
+                yield Job([], self._converted(step), {}, 0)
+            else:
+                yield Job([(step.shard, step.source)], _named(step.key), {step.key: self}, entry.nbytes)
+
+    def _converted(self, step: Copy) -> Callable[[list[Tensor]], dict[str, Tensor]]:
+        def convert(_: list[Tensor]) -> dict[str, Tensor]:
+            self.convert(step.key, step.shard, step.source)
+            return {}
+
+        return convert
+
+
+def _rows_at_a_time(stored: GgufTensor) -> int:
+    return max(1, _STEP // max(1, math.prod(stored.shape[1:])))
 
 
 def _named(key: str) -> Callable[[list[Tensor]], dict[str, Tensor]]:

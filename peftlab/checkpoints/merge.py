@@ -35,7 +35,7 @@ from peftlab.checkpoints.gguf import (
     gguf_type,
     plan_file,
 )
-from peftlab.checkpoints.merge_plan import MergeOptions, MergePlan, plan_merge
+from peftlab.checkpoints.merge_plan import MergeOptions, MergePlan, Target, plan_merge
 from peftlab.checkpoints.merge_steps import Figures, MergeReport, Steps
 from peftlab.checkpoints.quantised import quantization_config
 from peftlab.checkpoints.tensors import Copy, OutputFile, open_shards, run, write_tensors
@@ -275,7 +275,8 @@ class _GgufWriting:
             copies = [Copy(shard, name, output, name) for name in file.copied] if shard is not None else []
             keys = [key for key in file.stored if key not in file.extra and key not in file.copied]
             steps = Steps(self.plan, dict.fromkeys(keys, output), figures, self.options)
-            largest = max((output.entries[key].nbytes for key in keys), default=0)
+            # In fp32 a tensor may take twice what the base stores: one that does is folded alone.
+            largest = max((_stored_size(steps.targets[key], output) for key in keys), default=0)
             run(chain(copies, output.steps(steps)), budget=2 * largest)
             figures.copied += len(copies)
         finally:
@@ -283,6 +284,11 @@ class _GgufWriting:
             if shard is not None:
                 shard.close()
         return sum(tensor.nbytes for tensor in file.stored.values())
+
+
+def _stored_size(target: Target, output: OutputFile) -> int:
+    entry = target.shard.entries[target.source] if target.shard is not None else output.entries[target.key]
+    return entry.nbytes
 
 
 def _gguf_licence(base: Path) -> dict[str, str]:

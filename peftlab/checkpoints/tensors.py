@@ -372,6 +372,19 @@ class Shard:
             self._descriptor = open_binary(self.path, os.O_RDONLY)
         return self._descriptor
 
+    def read_rows(self, key: str, count: int) -> Iterator[Tensor]:
+        """Yield a tensor's rows, up to ``count`` at a time.
+
+        Args:
+            key: of the tensor. count: of rows.
+        """
+        entry = self.entries[key]
+        width = entry.nbytes // entry.shape[0]
+        for start in range(0, entry.shape[0], count):
+            rows = min(count, entry.shape[0] - start)
+            part = Entry(entry.dtype, (rows, *entry.shape[1:]), entry.offset + start * width)
+            yield Shard(self.path, {key: part}, self.descriptor).read(key)
+
     def read(self, key: str, buffer: Tensor | None = None) -> Tensor:
         """Read one tensor, into ``buffer`` (bytes, large enough) or memory of its own."""
         entry = self.entries[key]

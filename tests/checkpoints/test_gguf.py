@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -392,6 +394,33 @@ def test_a_killed_merge_leaves_no_torn_file(place: Path, tmp_path: Path) -> None
     assert done.returncode == -9 and not out.exists()
     merge(place, out)
     assert [path.name for path in tmp_path.iterdir() if "lock" not in path.name] == ["x.gguf"]
+
+
+def test_a_merge_to_a_file_needs_memory_for_two_tensors_more_and_a_quantised_one(tmp_path: Path) -> None:
+    """Measured in children, whose highest memory counts from their start. Embedding and head are 35 MiB each; the head
+    is folded, for a directory in the one tensor that is read, for a file into fp32; the embedding is only quantised."""
+    base = write_model("llama", tmp_path / "base", dtype=torch.bfloat16, hidden_size=512)
+    weights = load_file(base / "model.safetensors")
+    for key in ("model.embed_tokens.weight", "lm_head.weight"):
+        weights[key] = weights[key].repeat(64, 1)
+    save_file(weights, base / "model.safetensors", {"format": "pt"})
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps(config | {"vocab_size": 64 * config["vocab_size"]}))
+    largest = weights["lm_head.weight"].nbytes / 2**20
+    write_adapter(tmp_path / "base", tmp_path / "adapter", target_modules=["q_proj", "lm_head"])
+    merge(tmp_path, tmp_path / "warm.gguf", "q8_0")
+    grown = {}
+    for out, kind in {"merged": None, "q8_0.gguf": "q8_0", "f32.gguf": "f32"}.items():
+        child = os.fork()
+        if child == 0:
+            torch.set_num_threads(2)
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            merge(tmp_path, tmp_path / out, kind)
+            os._exit(min((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) >> 10, 255))
+        grown[out] = os.WEXITSTATUS(os.waitpid(child, 0)[1])
+    quantised = largest / 2 * 34 / 32  # 34 bytes for 32 weights
+    assert grown["merged"] > largest, f"MiB: {grown}"
+    assert max(grown.values()) < grown["merged"] + 2 * largest + quantised, f"MiB: {grown}"
 
 
 def test_an_adapter_becomes_a_file_of_its_own(place: Path, tmp_path: Path) -> None:
