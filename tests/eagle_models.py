@@ -12,7 +12,8 @@ from peftlab.decoding.decode import StoppingCriteria, decode
 from peftlab.decoding.engines import build_engine
 from peftlab.decoding.sampling import Sampling
 from peftlab.drafting.acceptance import frequent_tokens
-from peftlab.drafting.block import BlockLoss, BlockShape, BlockStep, DFlash
+from peftlab.drafting.block import BlockLoss, BlockStep, DFlash
+from peftlab.drafting.block_files import BlockShape
 from peftlab.drafting.eagle import Eagle3, EagleStep
 from peftlab.drafting.objectives import Objective
 from peftlab.drafting.state_network import FeatureLoss, TargetWithNetwork, shape_for

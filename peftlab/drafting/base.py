@@ -153,6 +153,11 @@ def llama_command(target: str, draft: str, kind: str, gamma: int) -> str:
     return f"llama-server {files} --spec-type {kind} --spec-draft-n-max {gamma}"
 
 
+def speculators_command(draft: str) -> str:
+    """Return Python lines by which speculators loads the draft in a directory."""
+    return f"from speculators import SpeculatorModel\nmodel = SpeculatorModel.from_pretrained({draft!r})"
+
+
 @dataclass(frozen=True)
 class OwnLayers:
     """Some of the target's own layers serve as a draft in the target's cache.

@@ -17,7 +17,7 @@ from datasets import Dataset
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from peftlab.checkpoints.tensors import read_tensors, write_tensors
+from peftlab.checkpoints.tensors import write_tensors
 from peftlab.decoding.cache import Block, KVCache, Output
 from peftlab.decoding.flat import fold_heads, rotate, structure_of, unfold_heads
 from peftlab.decoding.packed import pack_linears
@@ -34,11 +34,18 @@ from peftlab.drafting.acceptance import (
     write_ranks,
 )
 from peftlab.drafting.base import DraftExporter, Loss
+from peftlab.drafting.block_files import (
+    BLOCK_CONSUMERS,
+    BlockExport,
+    BlockShape,
+    read_block_shape,
+    read_block_tensors,
+    speculators_layout,
+)
 from peftlab.drafting.config import DflashDraft
 from peftlab.drafting.objectives import Objective, chunked_loss, make_objective
 from peftlab.drafting.pard import unused_token
 from peftlab.drafting.state_network import (
-    FORMAT,
     WEIGHTS,
     Attend,
     KnownStates,
@@ -53,41 +60,17 @@ from peftlab.drafting.state_network import (
     check_embedding,
     check_shapes,
     check_written,
-    decoding_config,
     drafted_tokens,
-    layer_config,
-    read_sizes,
     rows_of_norms,
     shape_for,
     stack_linears,
     target_states,
     token_maps,
 )
-from peftlab.drafting.table import DRAFTS
 from peftlab.drafting.target import IDENTITY_FILE, head_weight, input_embedding, logits_of, unwrapped
 from peftlab.drafting.text import continuation_mask
 from peftlab.errors import PeftlabError
-from peftlab.files import Json, read_object, typed_value, write_json
-
-
-@dataclass(frozen=True)
-class BlockShape(NetworkShape):
-    """The sizes of a network that drafts blocks.
-
-    Attributes:
-        layers: of the network. block_size: B, rows of a block. mask_token: whose embedding the masks read.
-        window: a row sees as many tokens, itself the last of them, and no later row of its block; None: it sees all
-            tokens before the block, and the whole block.
-    """
-
-    layers: int = 1
-    block_size: int = 8
-    mask_token: int = 0
-
-    @property
-    def length(self) -> int:
-        """Tokens that a block drafts: its first row is a known token and drafts none."""
-        return self.block_size - 1
+from peftlab.files import write_json
 
 
 class BlockLayer(nn.Module):
@@ -462,7 +445,9 @@ def write_dflash(network: DFlash, directory: Path, *, target: str, architecture:
     """
     tensors = tensors_of(network)
     write_tensors(directory / WEIGHTS, tensors, {"format": "pt"})
-    write_json(directory / "config.json", dflash_config(network, target=target, architecture=architecture))
+    drafted, dtype = len(network.lm_head.weight), network.fc.weight.dtype
+    layout = speculators_layout(network.shape, drafted, dtype, target=target, architecture=architecture)
+    write_json(directory / "config.json", layout)
     head = network.lm_head.weight if network.tokens is None else None
     check_written(tensors, tensors_of(read_dflash(directory, network.embedding, head)), directory)
 
@@ -477,93 +462,10 @@ def tensors_of(network: DFlash) -> dict[str, Tensor]:
 _HEAD = "lm_head.weight"
 
 
-def dflash_config(network: DFlash, *, target: str, architecture: str) -> dict[str, Json]:
-    """Return the configuration of a network in speculators' layout.
-
-    Args:
-        network: trained. target, architecture: as for ``write_dflash``.
-    """
-    shape = network.shape
-    sliding = shape.window is not None
-    layer = layer_config(shape, network.fc.weight.dtype)
-    types: list[Json] = ["sliding_attention" if sliding else "full_attention"] * shape.layers
-    layer |= {"num_hidden_layers": shape.layers, "layer_types": types}
-    layer |= {"use_sliding_window": sliding, "sliding_window": shape.window}
-    return {
-        "architectures": ["DFlashDraftModel"],
-        "speculators_model_type": "dflash",
-        "speculators_version": FORMAT,
-        "transformer_layer_config": layer,
-        "draft_vocab_size": len(network.lm_head.weight),
-        "target_hidden_size": shape.hidden_size,
-        "block_size": shape.block_size,
-        "aux_hidden_state_layer_ids": list(shape.features),
-        "mask_token_id": shape.mask_token,
-        "sample_from_anchor": False,
-        # vLLM gives all layers the attention that this key says: both directions within a block where it is true.
-        "sliding_window_non_causal": not sliding,
-        "tie_word_embeddings": False,
-        "speculators_config": decoding_config("dflash", target=target, architecture=architecture, tokens=shape.length),
-    }
-
-
-def read_block_shape(directory: Path) -> tuple[BlockShape, int]:
-    """Return the sizes of the network in a directory, and how many tokens it drafts.
-
-    Raises:
-        PeftlabError: it is of another type, or computes what is not computed here.
-    """
-    file = directory / "config.json"
-    config = read_object(file)
-    if not DRAFTS["dflash"].recognises(directory):
-        raise PeftlabError(f"{file}: speculators_model_type is {config.get('speculators_model_type')!r}, not dflash")
-    layer = typed_value(config, "transformer_layer_config", dict, file)
-    if layer.get("model_type") != "qwen3" or layer.get("attention_bias"):
-        raise PeftlabError(f"{file}: transformer_layer_config must be a qwen3's without attention_bias")
-    count = typed_value(layer, "num_hidden_layers", int, file)
-    size, mask = (typed_value(config, key, int, file) for key in ("block_size", "mask_token_id"))
-    if config.get("sample_from_anchor"):
-        raise PeftlabError(f"{file}: sample_from_anchor is true, which a dflash draft is not trained with")
-    ids = config.get("aux_hidden_state_layer_ids")
-    found = [each for each in ids if type(each) is int and each >= 0] if isinstance(ids, list) else []
-    if not isinstance(ids, list) or not found or len(found) < len(ids) or found != sorted(set(found)):
-        raise PeftlabError(f"{file}: aux_hidden_state_layer_ids must be layer numbers from 0, rising")
-    sizes = read_sizes(layer, file)
-    if count < 1 or size < 2 or not 0 <= mask < sizes.vocab_size:
-        raise PeftlabError(
-            f"{file}: num_hidden_layers {count}, block_size {size} and mask_token_id {mask} must be at least 1, at "
-            f"least 2 and one of the {sizes.vocab_size} tokens"
-        )
-    own = {field: value for field, value in asdict(sizes).items() if field not in ("features", "window")}
-    window = _window(config, layer, count, file)
-    shape = BlockShape(**own, features=tuple(found), window=window, layers=count, block_size=size, mask_token=mask)
-    return shape, typed_value(config, "draft_vocab_size", int, file)
-
-
-def _window(config: dict[str, Json], layer: dict[str, Json], count: int, file: Path) -> int | None:
-    """Return the window of all layers of a stored network; None where they see everything."""
-    types = layer.get("layer_types") or ["full_attention"] * count
-    if (
-        not isinstance(types, list)
-        or len(types) != count
-        or types
-        not in (
-            ["full_attention"] * count,
-            ["sliding_attention"] * count,
-        )
-    ):
-        raise PeftlabError(
-            f"{file}: layer_types must be {count} times full_attention or {count} times sliding_attention"
-        )
-    if types[0] == "full_attention":
-        return None
-    if config.get("sliding_window_non_causal"):
-        raise PeftlabError(f"{file}: sliding_window_non_causal with sliding attention is not supported")
-    return typed_value(layer, "sliding_window", int, file)
-
-
 def read_dflash(directory: str | Path, embedding: Tensor, head: Tensor | None = None) -> DFlash:
-    """Return the network in a directory; every key is used exactly once.
+    """Return the network in a directory of either layout; every key is used exactly once.
+
+    Embeddings, and the LM head of a network that drafts all tokens, may be in the file: they are the target's.
 
     Args:
         embedding: the target's, [V, H]. head: the target's, [V, H], of a network that drafts all tokens.
@@ -574,7 +476,12 @@ def read_dflash(directory: str | Path, embedding: Tensor, head: Tensor | None = 
     directory = Path(directory)
     shape, drafted = read_block_shape(directory)
     check_embedding(shape, embedding, directory)
-    tensors, _ = read_tensors(directory / WEIGHTS)
+    tensors = read_block_tensors(directory)
+    shared = {"embed_tokens.weight": embedding} | ({} if drafted < shape.vocab_size else {_HEAD: head})
+    for name, theirs in shared.items():
+        copy = tensors.pop(name, None)
+        if copy is not None and theirs is not None and not torch.equal(theirs.to(copy.dtype), copy.to(theirs.device)):
+            raise PeftlabError(f"{directory}: {name} is not the target's; a block draft reads the target's")
     tokens = drafted_tokens(tensors, drafted, shape.vocab_size, directory)
     with torch.device("meta"):
         blank = DFlash(shape, torch.empty(0), torch.empty(drafted, shape.hidden_size)).state_dict()
@@ -706,5 +613,8 @@ class DflashKind(StateKind[DflashDraft]):
 
     @classmethod
     def export(cls, place: str, consumer: str) -> Path | DraftExporter:
-        """Refuse to export: no engine's layout is written yet."""
-        raise PeftlabError(f"--for {consumer}: {place} is a dflash draft, which is not exported yet")
+        """Return what writes the draft for vLLM, SGLang, speculators or llama.cpp."""
+        if consumer not in BLOCK_CONSUMERS:
+            known = ", ".join(BLOCK_CONSUMERS)
+            raise PeftlabError(f"--for {consumer}: {place} is a dflash draft, which is written for {known}")
+        return BlockExport(Path(place), consumer)

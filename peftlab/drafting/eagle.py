@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import shutil
 import tempfile
@@ -21,7 +22,7 @@ from peftlab.decoding.cache import Block, KVCache
 from peftlab.decoding.flat import fold_heads, rotate, structure_of, unfold_heads
 from peftlab.decoding.packed import pack_linears
 from peftlab.drafting.acceptance import read_ranks
-from peftlab.drafting.base import DraftExporter, Loss, llama_command
+from peftlab.drafting.base import DraftExporter, Loss, llama_command, speculators_command
 from peftlab.drafting.config import Eagle3Draft
 from peftlab.drafting.objectives import make_objective
 from peftlab.drafting.state_network import (
@@ -53,7 +54,7 @@ from peftlab.drafting.table import DRAFTS
 from peftlab.drafting.target import IDENTITY_FILE, check_tokenizer, head_weight, input_embedding
 from peftlab.errors import PeftlabError
 from peftlab.files import Json, read_object, typed_value, write_json
-from peftlab.models.load import load_config, load_tokenizer
+from peftlab.models.load import load_base, load_config, load_tokenizer
 
 
 class EagleLayer(nn.Module):
@@ -394,10 +395,10 @@ def read_eagle(directory: str | Path, embedding: Tensor, layers: int | None = No
 
 @dataclass(frozen=True)
 class EagleExport:
-    """Writes an EAGLE-3 draft for vLLM, SGLang or llama.cpp; see ``base.DraftExporter``.
+    """Writes an EAGLE-3 draft for vLLM, SGLang, speculators or llama.cpp; see ``base.DraftExporter``.
 
     Attributes:
-        place: directory of the draft. consumer: ``vllm``, ``sglang`` or ``llama.cpp``.
+        place: directory of the draft. consumer: ``vllm``, ``sglang``, ``speculators`` or ``llama.cpp``.
     """
 
     place: Path
@@ -426,17 +427,25 @@ class EagleExport:
                 "without a word; vllm loads the draft"
             )
         stored, _ = read_tensors(self.place / WEIGHTS)
+        if self.consumer == "speculators" and _EMBEDDING not in stored:
+            # Its class, with transformers 5, leaves embeddings that a file lacks uninitialised.
+            model, _ = load_base(target, "AutoModelForCausalLM")
+            stored[_EMBEDDING] = input_embedding(model).detach()
         embedding = stored.get(_EMBEDDING, torch.ones(1).expand(shape.vocab_size, shape.hidden_size))
         network = read_eagle(self.place, embedding, config.num_hidden_layers)
         if self.consumer == "llama.cpp":
             _write_gguf(network, target, directory)
             return 0.0
-        if self.consumer == "vllm":
-            architecture = (config.architectures or [""])[0]
-            values = speculators_config(network, target=target, architecture=architecture, tokens=gamma)
-        else:
+        if self.consumer == "sglang":
             values = sglang_config(network)
-        shutil.copyfile(self.place / WEIGHTS, directory / WEIGHTS)
+        else:
+            verifier = os.path.abspath(target) if os.path.isdir(target) else target
+            architecture = (config.architectures or [""])[0]
+            values = speculators_config(network, target=verifier, architecture=architecture, tokens=gamma)
+        if self.consumer == "speculators":
+            write_tensors(directory / WEIGHTS, stored, {"format": "pt"})
+        else:
+            shutil.copyfile(self.place / WEIGHTS, directory / WEIGHTS)
         write_json(directory / "config.json", values)
         difference = float((_logits(network) - _logits(read_eagle(directory, embedding))).abs().max())
         if difference > 0:
@@ -449,6 +458,8 @@ class EagleExport:
         if self.consumer == "vllm":
             settings = {"method": "eagle3", "model": directory, "num_speculative_tokens": gamma}
             return f"vllm serve {shlex.quote(target)} --speculative-config {shlex.quote(json.dumps(settings))}"
+        if self.consumer == "speculators":
+            return speculators_command(directory)
         window = read_shape(Path(directory))[0].window  # which SGLang does not read from the file
         return (
             f"python -m sglang.launch_server --model-path {shlex.quote(target)} --speculative-algorithm EAGLE3 "
@@ -646,7 +657,8 @@ class Eagle3Kind(UnrolledKind[Eagle3Draft]):
 
     @classmethod
     def export(cls, place: str, consumer: str) -> Path | DraftExporter:
-        """Return what writes the draft for vLLM, SGLang or llama.cpp."""
-        if consumer not in ("vllm", "sglang", "llama.cpp"):
-            raise PeftlabError(f"--for {consumer}: {place} is an eagle3 draft, which vllm, sglang and llama.cpp load")
+        """Return what writes the draft for vLLM, SGLang, speculators or llama.cpp."""
+        if consumer not in ("vllm", "sglang", "speculators", "llama.cpp"):
+            known = "vllm, sglang, speculators and llama.cpp"
+            raise PeftlabError(f"--for {consumer}: {place} is an eagle3 draft, which {known} load")
         return EagleExport(Path(place), consumer)

@@ -3,9 +3,12 @@
 ============  ==========================================================
 transformers  a plain directory, for ``generate(assistant_model=...)``
 vllm          a plain directory, for the speculative method ``draft_model``, with other tokens than the target's by
-              ``use_heterogeneous_vocab``; eagle3 for ``eagle3``; pard, which ``draft_model`` drafts with in one pass
-sglang        a plain directory, for the algorithm ``STANDALONE``; eagle3 for ``EAGLE3``; gated_lora for ``UNO``
-llama.cpp     a GGUF file: a plain model for ``draft-simple``; eagle3 for ``draft-eagle3``
+              ``use_heterogeneous_vocab``; eagle3 and dflash for the methods of these names; pard, which
+              ``draft_model`` drafts with in one pass
+sglang        a plain directory, for the algorithm ``STANDALONE``; eagle3 for ``EAGLE3``; dflash for ``DFLASH``;
+              gated_lora for ``UNO``
+speculators   eagle3 and dflash, for its own classes
+llama.cpp     a GGUF file: a plain model for ``draft-simple``; eagle3 for ``draft-eagle3``; dflash for ``draft-dflash``
 stitched      a copy of the target with its own mtp layer, tuned, for vllm's ``mtp`` and sglang's ``NEXTN``
 ============  ==========================================================
 
@@ -36,7 +39,7 @@ from peftlab.models.load import load_base, load_config, load_tokenizer
 from peftlab.references import locate, similar_path
 from peftlab.registry import resolve
 
-LLAMA_CPP = "llama.cpp"
+LLAMA_CPP, SPECULATORS = "llama.cpp", "speculators"
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,7 @@ def export_draft(
         PeftlabError: the consumer cannot load such a draft or target (nothing is written), or what was written
             differs.
     """
-    if consumer not in (consumers := (*CONSUMERS, LLAMA_CPP, STITCHED)):
+    if consumer not in (consumers := (*CONSUMERS, SPECULATORS, LLAMA_CPP, STITCHED)):
         raise PeftlabError(f"--for {consumer}: one of {', '.join(consumers)}{did_you_mean(consumer, consumers)}")
     source, out = Path(source), Path(out)
     if not source.is_dir():
@@ -87,7 +90,8 @@ def export_draft(
             difference = found.write(target, staging, gamma)
         return ExportedDraft(out, consumer, found.command(served, os.path.abspath(out), gamma), difference)
     if consumer not in CONSUMERS:
-        raise PeftlabError(f"--for {consumer}: {place} is a model of its own; stitched is for a target's own mtp layer")
+        what = {STITCHED: "a target's own mtp layer", SPECULATORS: "eagle3 and dflash drafts"}[consumer]
+        raise PeftlabError(f"--for {consumer}: {place} is a model of its own; {consumer} is for {what}")
     plain, common = found, None
     command = CONSUMERS[consumer](target, out, gamma)
     if consumer == "vllm":

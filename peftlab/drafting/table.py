@@ -104,7 +104,7 @@ DRAFTS: Registry[DraftRow] = Registry(
             "peftlab.drafting.config:DflashDraft",
             "peftlab.drafting.block:DflashKind",
             folder="dflash",
-            marks=(("speculators_model_type", "dflash"),),
+            marks=(("speculators_model_type", "dflash"), ("architectures", ["DFlashDraftModel"])),
         ),
     },
 )

@@ -145,8 +145,12 @@ def test_what_a_consumer_cannot_load_is_said(draft: Path, stories: Path, tmp_pat
         (run / "heads", "transformers", "contains Medusa heads, which no released engine loads"),
         (bare, "vllm", "contains no plain model directory"),
         (tmp_path / "bear", "vllm", r"bear: no such directory \(did you mean 'bare'\?\)"),
-        (draft, "vllm-medusa", r"one of transformers, vllm, sglang, llama.cpp \(did you mean 'vllm'\?\)"),
-        (draft, "speculators", "one of transformers, vllm"),
+        (
+            draft,
+            "vllm-medusa",
+            r"one of transformers, vllm, sglang, speculators, llama.cpp, stitched \(did you mean 'vllm'\?\)",
+        ),
+        (draft, "speculators", "is a model of its own; speculators is for eagle3 and dflash drafts"),
     ):
         with pytest.raises(PeftlabError, match=message):
             export_draft(source, out, consumer, str(stories))
