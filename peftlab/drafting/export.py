@@ -85,7 +85,7 @@ def export_draft(
     if consumer == LLAMA_CPP:
         return _export_gguf(found, out, target, gamma, overwrite, inputs)
     if not isinstance(found, Path):
-        served = served_reference(target, consumer)
+        served = target if consumer == STITCHED else served_reference(target, consumer)
         with staged_directory(out, "model", overwrite=overwrite, inputs=inputs) as staging:
             difference = found.write(target, staging, gamma)
         return ExportedDraft(out, consumer, found.command(served, os.path.abspath(out), gamma), difference)
@@ -182,7 +182,7 @@ def served_reference(target: str, consumer: str) -> str:
     """
     place = locate(target)
     if isinstance(place, Path) and place.is_file():
-        name = {"vllm": "vLLM", "sglang": "SGLang"}.get(consumer, consumer)
+        name = {"vllm": "vLLM", "sglang": "SGLang"}[consumer]
         raise PeftlabError(
             f"--for {consumer}: the target {target} is a GGUF file, which {name} without a plugin does not load; load "
             "it with from_pretrained(..., gguf_file=...), save_pretrained it to a directory and name that"

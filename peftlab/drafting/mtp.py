@@ -426,9 +426,10 @@ def write_mtp(network: Mtp, directory: Path, *, target: str, architecture: str, 
         "speculators_version": FORMAT,
         "transformer_layer_config": layer,
         "num_nextn_predict_layers": 1,
-        "draft_vocab_size": len(network.lm_head.weight),
         "speculators_config": decoding_config("mtp", target=target, architecture=architecture, tokens=tokens),
     }
+    if network.tokens is not None:  # speculators has no such key in this type, and refuses it
+        config["draft_vocab_size"] = len(network.tokens)
     tensors = _tensors(network)
     write_tensors(directory / WEIGHTS, tensors, {"format": "pt"})
     write_json(directory / "config.json", config)

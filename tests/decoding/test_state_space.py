@@ -1,4 +1,4 @@
-"""State-space models (Mamba) as targets and as drafts, beyond what ``test_architectures.py`` covers."""
+"""Models with a state (Mamba, Qwen3.5) as targets and as drafts, beyond what ``test_architectures.py`` covers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.decoding.test_sampled_decoding import p_value
 
 NEW = 24
 PROMPTS = [[5, 6, 7, 8, 9, 6, 7], [11], [20, 21, 22, 23, 24, 25, 26, 27, 28, 29]]
-STATES = ["Mamba", "Mamba 2"]
+STATES = ["Mamba", "Mamba 2", pytest.param("Qwen3.5", marks=pytest.mark.long)]
 SAMPLING = Sampling(temperature=1.5, top_k=3)
 
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from mtp_targets import TARGETS, VOCAB, save_target, stored_tensors
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional as F
@@ -31,6 +30,7 @@ from peftlab.pipelines.draft import run_draft
 from peftlab.pipelines.update import update_draft
 from peftlab.recipe.load import load_recipe
 from peftlab.tasks.prompts import Request
+from tests.mtp_targets import TARGETS, VOCAB, save_target, stored_tensors
 
 QWEN = [name for name in TARGETS if name.startswith("qwen")]
 Rows = Callable[[Tensor, Tensor, Tensor], Tensor]

@@ -62,7 +62,17 @@ def eagle3(model, inputs):
     return torch.cat(found)
 
 
-LOGITS = {"eagle3": eagle3}  # type -> function of a model and tensors by name to logits
+def mtp(model, inputs):
+    """Return the logits of each step, [steps, rows, V].
+
+    Args:
+        inputs: ``features`` [n, H], ``ids`` [n].
+    """
+    found, *_ = model(inputs["ids"][None], inputs["features"][None])
+    return torch.cat(found)
+
+
+LOGITS = {"eagle3": eagle3, "mtp": mtp}  # type -> function of a model and tensors by name to logits
 
 for job in json.load(sys.stdin):
     if "options" in job:

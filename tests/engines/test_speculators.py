@@ -8,6 +8,7 @@ logits, and here a function to the same logits from a directory and the same ten
 from __future__ import annotations
 
 import json
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,11 @@ from torch import Tensor
 
 from peftlab.drafting.eagle import Eagle3, read_eagle, write_eagle
 from peftlab.drafting.export import export_draft
+from peftlab.drafting.mtp import find_own_layer, read_own_layer, write_mtp
 from peftlab.drafting.state_network import shape_for, unroll
 from peftlab.drafting.target import head_weight, input_embedding
+from tests.engines.conftest import SPECULATORS
+from tests.mtp_targets import VOCAB, WIDTH, save_target, stored_tensors
 
 pytestmark = pytest.mark.engines
 FEATURES, LENGTH, STEPS = (1, 3, 4), 12, 3
@@ -121,3 +125,56 @@ def written(
 @pytest.mark.parametrize("name", WRITTEN)
 def test_a_draft_that_speculators_wrote(name: str, written: dict[str, tuple[Tensor, Tensor]]) -> None:
     assert_close(*written[name])
+
+
+QWEN = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
+
+
+@pytest.fixture(scope="module")
+def tuned(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path, Any]]:
+    """Targets with an MTP layer, that layer with other values as a run writes it, and the same as a network."""
+    found = {}
+    for name in QWEN:
+        root = tmp_path_factory.mktemp(name)
+        place = save_target(name, root / "target")
+        model = transformers.AutoModelForCausalLM.from_pretrained(place).eval()
+        network, _ = read_own_layer(find_own_layer(str(place), model.config, "draft.from"), model)
+        with torch.no_grad():
+            for parameter in network.mtp_layers.parameters():
+                parameter.mul_(1.25)
+        (root / "mtp").mkdir()
+        write_mtp(network, root / "mtp", target=str(place), architecture=type(model).__name__, tokens=STEPS)
+        found[name] = place, root / "mtp", network
+    return found
+
+
+@pytest.mark.shows("speculators", "draft: {{kind: mtp, from: target}}, {name}", "peftlab's logits within 1e-4")
+@pytest.mark.parametrize("name", QWEN)
+def test_a_tuned_mtp_layer(name: str, speculators: Any, tuned: dict[str, tuple[Path, Path, Any]]) -> None:
+    """The first step: the later ones of its trainer attend to the rows of their own step alone."""
+    _, draft, network = tuned[name]
+    g = torch.Generator().manual_seed(1)
+    inputs = {
+        "features": torch.randn(LENGTH, WIDTH, generator=g),
+        "ids": torch.randint(3, VOCAB, (LENGTH,), generator=g),
+    }
+    (there,) = speculators([{"directory": str(draft)}], inputs)
+    with torch.no_grad():
+        (first,) = unroll(network, inputs["features"][None], inputs["ids"][None], 1)
+        here = network.logits(first)[0, : there.shape[1]]
+    assert here.std() > 0.3
+    torch.testing.assert_close(there[0], here, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.shows("speculators", "draft export --for stitched, {name}", "stitch-mtp writes the same tensors")
+@pytest.mark.parametrize("name", QWEN)
+def test_its_stitched_target_is_ours(
+    name: str, speculators: Any, tuned: dict[str, tuple[Path, Path, Any]], tmp_path: Path
+) -> None:
+    place, draft, _ = tuned[name]
+    export_draft(draft, tmp_path / "ours", "stitched", str(place))
+    command = [SPECULATORS.with_name("speculators"), "stitch-mtp", draft, place, "--output-path", tmp_path / "theirs"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    ours, theirs = stored_tensors(tmp_path / "ours"), stored_tensors(tmp_path / "theirs")
+    assert ours.keys() == theirs.keys() and all(torch.equal(theirs[key], tensor) for key, tensor in ours.items())
