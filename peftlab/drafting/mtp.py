@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import re
 import shlex
 import shutil
@@ -220,6 +221,11 @@ class OwnLayer:
                 raise PeftlabError(f"{self.directory}: {key} is stored as {entry.dtype}; F32, BF16 or F16 is read")
         return parts
 
+    def close(self) -> None:
+        """Close the files."""
+        for shard in self.shards.values():
+            shard.close()
+
 
 def find_own_layer(reference: str, config: PretrainedConfig, key: str, revision: str | None = None) -> OwnLayer:
     """Return the MTP layer in the checkpoint of a target; no values are read.
@@ -352,6 +358,7 @@ def read_own_layer(own: OwnLayer, target: PreTrainedModel) -> tuple[OwnMtp, tupl
             stored = own.shards[key].read(key)
             if stored.shape != mine.shape or not torch.equal(stored.to(mine.dtype), mine.detach().cpu()):
                 warnings.append(f"{own.directory}: {key} is not the target's own, which is used here")
+    own.close()
     return OwnMtp(target, layer).eval(), tuple(warnings)
 
 
@@ -487,6 +494,11 @@ def _layer_values(directory: Path) -> dict[str, Json]:
     return typed_value(read_object(file), "transformer_layer_config", dict, file)
 
 
+def _layer_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return a file's tensors by their names within the layer."""
+    return {name.removeprefix("mtp_layers.0."): tensor for name, tensor in tensors.items()}
+
+
 def read_tuned_layer(directory: Path, target: PreTrainedModel) -> OwnMtp:
     """Return the layer of a target that was tuned; every key is used exactly once.
 
@@ -506,9 +518,9 @@ def read_tuned_layer(directory: Path, target: PreTrainedModel) -> OwnMtp:
     tensors, _ = read_tensors(directory / WEIGHTS)
     drafted = read_object(directory / "config.json").get("draft_vocab_size", text.vocab_size)
     tokens = drafted_tokens(tensors, drafted if isinstance(drafted, int) else -1, text.vocab_size, directory)
-    layer, first = blank_own_layer(target), "mtp_layers.0."
-    check_shapes({first + name: tensor for name, tensor in layer.state_dict().items()}, tensors, directory)
-    layer.load_state_dict({name.removeprefix(first): tensor for name, tensor in tensors.items()}, assign=True)
+    layer = blank_own_layer(target)
+    check_shapes({f"mtp_layers.0.{name}": tensor for name, tensor in layer.state_dict().items()}, tensors, directory)
+    layer.load_state_dict(_layer_tensors(tensors), assign=True)
     network = OwnMtp(target, layer)
     if tokens is not None:
         tokens = tokens.to(network.device)
@@ -529,36 +541,63 @@ def new_layer(target: PreTrainedModel) -> Mtp:
 
 
 @dataclass(frozen=True)
-class StitchedExport:
-    """Writes a copy of the target with a tuned layer in place of its own; see ``base.DraftExporter``.
+class OwnLayerExport:
+    """Writes a target's own layer, tuned: a copy of the target with it, or a draft of speculators' type ``mtp``.
+
+    See ``base.DraftExporter``.
 
     Attributes:
-        place: directory of the draft.
+        place: directory of the draft. consumer: ``stitched`` or ``speculators``.
     """
 
     place: Path
+    consumer: str
 
     def write(self, target: str, directory: Path, gamma: int) -> float:
-        """Copy the target's files, and write the layer over its own: no other byte of any file changes."""
-        config = load_config(target)
-        text, values = config.get_text_config(decoder=True), _layer_values(self.place)
-        if text.model_type != values.get("model_type"):
-            raise PeftlabError(
-                f"{self.place}: the MTP layer of a {values.get('model_type')}, and {target} is a {text.model_type}"
-            )
+        """Write what the consumer reads, and read it back; refuse a target that the layer is not of."""
+        what, config = f"--for {self.consumer}", load_config(target)
+        family, text = _layer_values(self.place).get("model_type"), config.get_text_config(decoder=True)
+        if text.model_type != family:
+            raise PeftlabError(f"{self.place}: the MTP layer of a {family}, and {target} is a {text.model_type}")
         check_tokenizer(self.place, load_tokenizer(target))
-        own = find_own_layer(target, config, "--for stitched")
-        if any(isinstance(shard, PickleShard) for shard in own.shards.values()):
-            raise PeftlabError(f"--for stitched: {own.directory} has pickled weights; save it as safetensors")
-        tensors, _ = read_tensors(self.place / WEIGHTS)
-        tensors = {name: t for name, t in tensors.items() if name not in ("d2t", "t2d")}
-        parts = own.matched({name.removeprefix("mtp_layers.0."): tensor for name, tensor in tensors.items()})
+        own = find_own_layer(target, config, what)
+        stored, _ = read_tensors(self.place / WEIGHTS)
+        tensors = {name: t for name, t in stored.items() if name not in ("d2t", "t2d")}
+        parts = own.matched(_layer_tensors(tensors))
         for key, part in parts.items():
-            if DTYPES[stored := own.shards[key].entries[key].dtype] != part.dtype:
+            if DTYPES[dtype := own.shards[key].entries[key].dtype] != part.dtype:
                 raise PeftlabError(
-                    f"--for stitched: {self.place} has {key} in {part.dtype}, {target} in {stored}; name the "
-                    "checkpoint from which it was tuned"
+                    f"{what}: {self.place} has {key} in {part.dtype}, {target} in {dtype}; name the checkpoint from "
+                    "which it was tuned"
                 )
+        if self.consumer == STITCHED:
+            self._stitch(own, parts, directory)
+            written = find_own_layer(str(directory), config, what)
+            back = {key: written.shards[key].read(key) for key in parts}
+            written.close()
+        else:
+            if FAMILIES[text.model_type] is not _QWEN or tensors.keys() != stored.keys():
+                qwen = ", ".join(name for name, row in FAMILIES.items() if row is _QWEN)
+                raise PeftlabError(
+                    f"{what}: knows such layers of {qwen}, with the whole vocabulary alone; {self.place} is of a "
+                    f"{family} and drafts {'all' if tensors.keys() == stored.keys() else 'some'} tokens. --for "
+                    f"{STITCHED} puts it back into the target here"
+                )
+            verifier = os.path.abspath(target) if os.path.isdir(target) else target
+            architecture = (config.architectures or [""])[0]
+            decoding = decoding_config("mtp", target=verifier, architecture=architecture, tokens=gamma)
+            values = read_object(self.place / "config.json") | {"speculators_config": decoding}
+            shutil.copyfile(self.place / WEIGHTS, directory / WEIGHTS)
+            write_json(directory / "config.json", values)
+            back = dict(own.parts(_layer_tensors(read_tensors(directory / WEIGHTS)[0])))
+        if odd := [key for key, part in parts.items() if not torch.equal(back[key], part)]:
+            raise PeftlabError(f"{directory}: {', '.join(odd[:5])} were written with other values")
+        return 0.0
+
+    def _stitch(self, own: OwnLayer, parts: Mapping[str, Tensor], directory: Path) -> None:
+        """Copy the target's files, and write the layer over its own: no other byte of any file changes."""
+        if any(isinstance(shard, PickleShard) for shard in own.shards.values()):
+            raise PeftlabError(f"--for {STITCHED}: {own.directory} has pickled weights; save it as safetensors")
         for file in sorted(own.directory.rglob("*")):
             if file.is_file() and file.name != MARK:
                 copied = directory / file.relative_to(own.directory)
@@ -569,12 +608,10 @@ class StitchedExport:
             with open(directory / shard.path.name, "r+b") as opened:
                 opened.seek(shard.entries[key].offset)
                 opened.write(part.contiguous().flatten().view(torch.uint8).numpy().data)
-        written = find_own_layer(str(directory), config, "--for stitched").shards
-        if odd := [key for key, part in parts.items() if not torch.equal(written[key].read(key), part)]:
-            raise PeftlabError(f"{directory}: {', '.join(odd[:5])} were written with other values")
-        return 0.0
 
     def command(self, target: str, directory: str, gamma: int) -> str:
+        if self.consumer != STITCHED:
+            return f"speculators stitch-mtp {shlex.quote(directory)} {shlex.quote(target)}"
         settings = json.dumps({"method": "mtp", "num_speculative_tokens": gamma})
         return f"vllm serve {shlex.quote(directory)} --speculative-config {shlex.quote(settings)}"
 
@@ -646,8 +683,8 @@ class MtpKind(UnrolledKind[MtpDraft]):
     def export(cls, place: str, consumer: str) -> Path | DraftExporter:
         """Return what puts a target's own layer back into it; a new layer is refused, which no engine serves."""
         own = _layer_values(Path(place)).get("model_type") in FAMILIES
-        if own and consumer == STITCHED:
-            return StitchedExport(Path(place))
+        if own and consumer in (STITCHED, "speculators"):
+            return OwnLayerExport(Path(place), consumer)
         if own:
             raise PeftlabError(
                 f"--for {consumer}: {place} is the target's own MTP layer, tuned; --for {STITCHED} writes a copy of "
