@@ -115,6 +115,9 @@ def plan(
     draft_window: DraftWindow = None,
     pack: Pack = True,
     device: Device = "auto",
+    engine: Annotated[
+        str, typer.Option("--engine", help="Whose steps to measure, with --draft: peftlab, vllm or llama.cpp.")
+    ] = "peftlab",
     html: Html = None,
 ) -> object:
     """Measure the target on this device: which draft can be faster, and from what acceptance on?"""
@@ -127,9 +130,9 @@ def plan(
     if target is None:
         raise PeftlabError("--target: missing; give the model to measure, or --theory for the formulas alone")
     how = {"max_gamma": max_gamma, "context": context, "repeats": repeats}
-    found = plan_draft(target, draft, options, alpha=alpha, batches=_numbers("batch", batch), **how)
+    found = plan_draft(target, draft, options, alpha=alpha, batches=_numbers("batch", batch), engine=engine, **how)
     plan = found.result
-    tables = [*drafts.plan_tables(plan), drafts.memory_table(found.memory)]
+    tables = [*drafts.plan_tables(plan), *([drafts.memory_table(found.memory)] if found.memory else [])]
     facts = drafts.plan_facts(plan, found.warnings, alpha)
     drafts.show(tables, facts)
     if html is not None:

@@ -235,14 +235,63 @@ def _intervals(target: list[list[float]], draft: list[float], draws: int = 1000)
     return (float(c_low), float(c_high)), (float(cap_low), float(cap_high))
 
 
-def best_gamma_at(plan: Gains, alpha: float) -> AcceptanceGain:
+@dataclass(frozen=True)
+class EnginePlan:
+    """The gain over plain decoding in an engine that serves, by draft length and acceptance.
+
+    Attributes:
+        engine: name and version.
+        target_seconds: of a step with 0, 1, 2, ... drafted tokens, drafting included; medians. target_range: the
+            shortest and the longest repeat.
+        verification: what a step with 0, 1, 2, ... drafted tokens costs in plain steps that were measured in turn.
+        gammas, alphas, verdict: as of ``Gains``.
+        context: tokens of the prompt.
+    """
+
+    engine: str
+    target_seconds: list[float]
+    target_range: list[tuple[float, float]]
+    verification: list[float]
+    gammas: list[LengthGain]
+    alphas: list[AcceptanceGain]
+    verdict: str
+    context: int
+
+
+def plan_from_engine(engine: str, steps: Sequence[tuple[Sequence[float], Sequence[float]]], context: int) -> EnginePlan:
+    """Return the gains that an engine's step times allow: τ(α, γ) by the cost of a step with γ drafted tokens.
+
+    Args:
+        engine: name and version.
+        steps: for γ = 1, 2, ... the seconds of a plain step and of one with γ drafted tokens, a repeat each.
+        context: tokens of the prompt.
+    """
+    costs = [1.0, *(statistics.median(drafted) / statistics.median(plain) for plain, drafted in steps)]
+    repeats = [[each for plain, _ in steps for each in plain], *(drafted for _, drafted in steps)]
+    gains = plan_from_times(costs, 0.0)  # drafting is part of a step
+    return EnginePlan(
+        engine=engine,
+        target_seconds=[statistics.median(times) for times in repeats],
+        target_range=[(min(times), max(times)) for times in repeats],
+        verification=costs,
+        gammas=gains.gammas,
+        alphas=gains.alphas,
+        verdict=gains.verdict,
+        context=context,
+    )
+
+
+def best_gamma_at(plan: Gains | EnginePlan, alpha: float) -> AcceptanceGain:
     """Return the draft length of the largest gain at an acceptance.
 
     Args:
         plan: with step times. alpha: acceptance of a drafted token.
     """
-    gain = partial(_gain, plan.target_seconds, plan.draft_seconds)
-    return _best_length(gain, alpha, range(len(plan.target_seconds)))
+    if isinstance(plan, EnginePlan):
+        steps, drafting = plan.verification, 0.0
+    else:
+        steps, drafting = plan.target_seconds, plan.draft_seconds
+    return _best_length(partial(_gain, steps, drafting), alpha, range(len(steps)))
 
 
 def _best_length(gain: Callable[[float, int], float], alpha: float, gammas: Iterable[int]) -> AcceptanceGain:

@@ -68,7 +68,7 @@ from peftlab.environment import __version__
 from peftlab.errors import PeftlabError
 from peftlab.files import to_json
 from peftlab.models.quantised import torch_dtype
-from peftlab.pipelines.served import OWN, check_engine, measure_in_engine
+from peftlab.pipelines.served import OWN, check_engine, measure_in_engine, step_seconds_in_engine
 from peftlab.progress import Phase
 from peftlab.registry import resolve
 from peftlab.tasks.prompts import encode, read_prompts, spread
@@ -384,12 +384,13 @@ class MeasuredDraftPlan(MeasurementSettings):
 
     Attributes:
         alpha: the acceptance asked about.
-        memory: bytes of the caches at the context measured and at the target's limit, 4,096 tokens without one.
+        memory: bytes of the caches at the context measured and at the target's limit, 4,096 tokens without one; of an
+            engine that serves, none.
     """
 
     alpha: float
     memory: list[CacheMemory]
-    result: planning.MeasuredPlan | planning.MeasuredAdvice
+    result: planning.MeasuredPlan | planning.MeasuredAdvice | planning.EnginePlan
 
     def as_json(self) -> dict[str, object]:
         """Return the settings and the keys of the result in one object."""
@@ -518,6 +519,7 @@ def plan_draft(
     context: int = 128,
     repeats: int = 9,
     batches: Sequence[int] = (1,),
+    engine: str = OWN,
 ) -> MeasuredDraftPlan:
     """Measure whether a draft can make decoding faster, and from what acceptance.
 
@@ -528,15 +530,32 @@ def plan_draft(
         max_gamma: longest draft to consider. context: tokens in the cache meanwhile. repeats: passes of each kind.
         batches: how many sequences are decoded together; the plan is for the first, the cost curve and the best draft
             length for all.
+        engine: ``peftlab``, or ``vllm`` or ``llama.cpp``, started here for each draft length: the steps are theirs.
 
     Raises:
-        PeftlabError: the draft is a directory of heads, eagle3 or pard, which have no step for each token, or cannot be
-            loaded.
+        PeftlabError: the draft is a directory of heads, eagle3 or pard, which have no step for each token here, or
+            cannot be loaded, or the engine is not installed or does not serve it.
     """
     options = options or DecodingOptions()
     planning.check_plan(max_gamma, repeats, batches)
     if not 0 <= alpha <= 1:
         raise PeftlabError(f"alpha: {alpha} is not a probability")
+    if engine != OWN:
+        if "://" in engine:
+            raise PeftlabError(f"--engine {engine}: drafts one length; draft plan starts vllm or llama.cpp for each")
+        if list(batches) != [1]:
+            raise PeftlabError(f"--engine {engine}: one sequence at a time is planned for; without --batch")
+        _check_for_engine(engine, draft, (), options, batch_size=1, pool=False)
+        assert draft is not None
+        name, steps = step_seconds_in_engine(
+            engine, target=target, draft=draft, dtype=options.dtype, max_gamma=max_gamma, context=context,
+            repeats=repeats,
+        )  # fmt: skip
+        served = planning.plan_from_engine(name, steps, context)
+        return MeasuredDraftPlan(
+            target=target, draft=draft, dtype=options.dtype, draft_dtype=options.dtype, warnings=[], alpha=alpha,
+            memory=[], result=served,
+        )  # fmt: skip
     if draft is not None and find_draft(draft)[0].heads:
         raise PeftlabError(f"draft {draft}: such drafts have no step for each token to plan; use draft bench")
     with Phase("loading target and draft"):

