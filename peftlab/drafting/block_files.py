@@ -48,18 +48,33 @@ class BlockShape(NetworkShape):
         layers: of the network. block_size: B, rows of a block. mask_token: whose embedding the masks read.
         window: a row sees as many tokens, itself the last of them, and no later row of its block; None: it sees all
             tokens before the block, and the whole block.
+        from_anchor: the first row, a known token, drafts the one after it; else the first mask does, and the last row
+            drafts one token less far ahead.
+        markov_rank: of a Markov head, 0: there is none. markov_head: its kind.
+        confidence: there is a confidence head. confidence_sees_token: it reads the token before, too.
     """
 
     layers: int = 1
     block_size: int = 8
     mask_token: int = 0
+    from_anchor: bool = False
+    markov_rank: int = 0
+    markov_head: str = "vanilla"
+    confidence: bool = False
+    confidence_sees_token: bool = True
 
     @property
     def length(self) -> int:
-        """Tokens that a block drafts: its first row is a known token and drafts none."""
-        return self.block_size - 1
+        """Tokens that a block drafts."""
+        return self.block_size if self.from_anchor else self.block_size - 1
+
+    @property
+    def type(self) -> str:
+        """speculators' type: a DFlash that drafts from its anchor is a DSpark without heads."""
+        return "dspark" if self.markov_rank or self.confidence or self.from_anchor else "dflash"
 
 
+MARKOV_HEADS = ("vanilla", "gated", "rnn")
 BLOCK_CONSUMERS = ("vllm", "sglang", "speculators", "llama.cpp")
 _OTHER_NAMES = {"midlayer.": "layers.0.", "encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm."}
 
@@ -73,9 +88,9 @@ def speculators_layout(
         shape: its sizes. drafted: how many tokens it drafts. dtype: of the weights.
         target: reference of the model it drafts for, of class ``architecture``.
     """
-    return {
-        "architectures": ["DFlashDraftModel"],
-        "speculators_model_type": "dflash",
+    return _heads(shape) | {
+        "architectures": ["DSparkDraftModel" if shape.type == "dspark" else "DFlashDraftModel"],
+        "speculators_model_type": shape.type,
         "speculators_version": FORMAT,
         "transformer_layer_config": _layers(shape, dtype),
         "draft_vocab_size": drafted,
@@ -83,12 +98,25 @@ def speculators_layout(
         "block_size": shape.block_size,
         "aux_hidden_state_layer_ids": list(shape.features),
         "mask_token_id": shape.mask_token,
-        "sample_from_anchor": False,
+        "sample_from_anchor": shape.from_anchor,
         # vLLM gives all layers the attention that this key says: both directions within a block where it is true.
         "sliding_window_non_causal": shape.window is None,
         "tie_word_embeddings": False,
-        "speculators_config": decoding_config("dflash", target=target, architecture=architecture, tokens=shape.length),
+        "speculators_config": decoding_config(
+            shape.type, target=target, architecture=architecture, tokens=shape.length
+        ),
     }
+
+
+def _heads(shape: BlockShape) -> dict[str, Json]:
+    """Return what a configuration says about DSpark's heads; nothing of a DFlash."""
+    heads: dict[str, Json] = {
+        "markov_rank": shape.markov_rank,
+        "markov_head_type": shape.markov_head,
+        "enable_confidence_head": shape.confidence,
+        "confidence_head_with_markov": shape.confidence_sees_token,
+    }
+    return heads if shape.type == "dspark" else {}
 
 
 def flat_layout(shape: BlockShape, drafted: int, dtype: torch.dtype, layers: int) -> dict[str, Json]:
@@ -103,10 +131,13 @@ def flat_layout(shape: BlockShape, drafted: int, dtype: torch.dtype, layers: int
     nested: dict[str, Json] = {
         "mask_token_id": shape.mask_token,
         "target_layer_ids": [layer - 1 for layer in shape.features],
-        "sample_from_anchor": False,
+        "sample_from_anchor": shape.from_anchor,
     }
-    return _layers(shape, dtype) | {
-        "architectures": ["DFlashDraftModel"],
+    if shape.type == "dspark":  # vLLM reads its keys at the top level, SGLang there or in dflash_config
+        nested |= _heads(shape)
+        nested |= {"projector_type": "dspark", "block_size": shape.block_size}
+    return (_layers(shape, dtype) | (nested if shape.type == "dspark" else {})) | {
+        "architectures": ["Qwen3DSparkModel" if shape.type == "dspark" else "DFlashDraftModel"],
         "num_target_layers": layers,
         "draft_vocab_size": drafted,
         "target_hidden_size": shape.hidden_size,
@@ -131,17 +162,27 @@ def read_block_shape(directory: Path) -> tuple[BlockShape, int]:
     """
     file = directory / "config.json"
     config = read_object(file)
-    if not DRAFTS["dflash"].recognises(directory) or config.get("speculators_model_type", "dflash") != "dflash":
-        raise PeftlabError(f"{file}: speculators_model_type is {config.get('speculators_model_type')!r}, not dflash")
-    key = "aux_hidden_state_layer_ids"
+    kind, key = config.get("speculators_model_type", "dflash"), "aux_hidden_state_layer_ids"
+    if not DRAFTS["dflash"].recognises(directory) or kind not in ("dflash", "dspark"):
+        raise PeftlabError(f"{file}: speculators_model_type is {kind!r}, not dflash or dspark")
     if "speculators_model_type" not in config:
         config, key = _from_flat(config, file), "target_layer_ids plus one"
+    spark = config["speculators_model_type"] == "dspark"
     layer = typed_value(config, "transformer_layer_config", dict, file)
     if layer.get("model_type") != "qwen3" or layer.get("attention_bias"):
         raise PeftlabError(f"{file}: its layers must be a qwen3's without attention_bias")
     count = typed_value(layer, "num_hidden_layers", int, file)
     size, mask = (typed_value(config, key, int, file) for key in ("block_size", "mask_token_id"))
-    if config.get("sample_from_anchor"):
+    flags = {"sample_from_anchor": spark}  # speculators' own values where a key is missing
+    flags |= {"enable_confidence_head": spark, "confidence_head_with_markov": True}
+    flags = {key: typed_value(config, key, bool, file) if key in config else usual for key, usual in flags.items()}
+    rank = typed_value(config, "markov_rank", int, file) if spark and "markov_rank" in config else 256 * spark
+    head = config.get("markov_head_type", "vanilla")
+    if rank < 0 or not isinstance(head, str) or head not in MARKOV_HEADS:
+        raise PeftlabError(
+            f"{file}: markov_rank {rank} must be 0 or more, markov_head_type {head!r} one of vanilla, gated and rnn"
+        )
+    if flags["sample_from_anchor"] and not spark:
         raise PeftlabError(f"{file}: sample_from_anchor is true, which a dflash draft is not trained with")
     ids = config.get("aux_hidden_state_layer_ids")
     found = [each for each in ids if type(each) is int and each >= 0] if isinstance(ids, list) else []
@@ -158,7 +199,9 @@ def read_block_shape(directory: Path) -> tuple[BlockShape, int]:
     own = {field: value for field, value in asdict(sizes).items() if field not in ("features", "window", "rope")}
     shape = BlockShape(
         **own, rope=sizes.rope, features=tuple(found), window=_window(config, layer, count, file), layers=count,
-        block_size=size, mask_token=mask,
+        block_size=size, mask_token=mask, from_anchor=flags["sample_from_anchor"], markov_rank=rank, markov_head=head,
+        confidence=flags["enable_confidence_head"] and spark,
+        confidence_sees_token=flags["confidence_head_with_markov"],
     )  # fmt: skip
     return shape, typed_value(config, "draft_vocab_size", int, file)
 
@@ -196,14 +239,24 @@ def _from_flat(config: dict[str, Json], file: Path) -> dict[str, Json]:
     if causal and not sliding:
         raise PeftlabError(f"{file}: its layers see all tokens but no later row of their block, which is not supported")
     drafted = config.get("draft_vocab_size")
-    return {
+    spark = config.get("architectures") != ["DFlashDraftModel"] or either("projector_type") == "dspark"
+    anchor = either("sample_from_anchor")
+    heads: dict[str, Json] = {
+        "markov_rank": either("markov_rank") or 0,
+        "markov_head_type": either("markov_head_type") or "vanilla",
+        # In this layout both heads' keys are false where they are missing, and a DSpark drafts from its anchor.
+        "enable_confidence_head": either("enable_confidence_head") or False,
+        "confidence_head_with_markov": either("confidence_head_with_markov") or False,
+    }
+    return (heads if spark else {}) | {
+        "speculators_model_type": "dspark" if spark else "dflash",
         "transformer_layer_config": config,
         "draft_vocab_size": config.get("vocab_size") if drafted is None else drafted,
         "target_hidden_size": config.get("target_hidden_size"),
         "block_size": either("block_size"),
         "aux_hidden_state_layer_ids": entering if ids is None else ids,
         "mask_token_id": either("mask_token_id"),
-        "sample_from_anchor": either("sample_from_anchor"),
+        "sample_from_anchor": spark if anchor is None else anchor,
         "sliding_window_non_causal": not (sliding if causal is None else causal),
     }
 
@@ -255,6 +308,8 @@ class BlockExport:
                 f"--for sglang: {self.place} masks with token {shape.mask_token}; SGLang takes the tokenizer's mask, "
                 f"{tokenizer.mask_token_id}, and refuses another: train with draft.mask_token {tokenizer.mask_token_id}"
             )
+        if reason := self._refused_heads(shape):
+            raise PeftlabError(f"--for {self.consumer}: {self.place} {reason}")
         tensors = read_block_tensors(self.place)
         if self.consumer == "llama.cpp":
             _write_gguf(shape, drafted, tensors, target, directory)
@@ -273,19 +328,34 @@ class BlockExport:
             raise PeftlabError(f"{directory}: is read as another network than {self.place}; nothing was left behind")
         return 0.0
 
+    def _refused_heads(self, shape: BlockShape) -> str:
+        """Return why the engine would not compute the heads of a DSpark; empty where it does."""
+        if shape.type == "dflash" or self.consumer == "speculators":
+            return ""
+        if not shape.markov_rank:
+            return "drafts from the anchor or has a confidence head, but no Markov head, which the engine needs"
+        if self.consumer in ("vllm", "llama.cpp") and shape.markov_head != "vanilla":
+            return f"has a Markov head of the kind {shape.markov_head}; the engine computes vanilla alone"
+        if self.consumer == "sglang" and not shape.from_anchor:
+            return "does not draft from its anchor, as SGLang's DSPARK does"
+        if self.consumer == "llama.cpp" and shape.confidence and not shape.confidence_sees_token:
+            return "has a confidence head that does not read the token before, which llama.cpp's does"
+        return ""
+
     def command(self, target: str, directory: str, gamma: int) -> str:
         """Return the command; a block whose rows see later ones is drafted whole, as it was trained."""
         shape, _ = read_block_shape(self.place)
         count = shape.length if shape.window is None else min(gamma, shape.length)
         if self.consumer == "llama.cpp":
-            return llama_command(target, directory, "draft-dflash", count)
+            return llama_command(target, directory, f"draft-{shape.type}", count)
         if self.consumer == "vllm":
-            settings = {"method": "dflash", "model": directory, "num_speculative_tokens": count}
+            settings = {"method": shape.type, "model": directory, "num_speculative_tokens": count}
             return f"vllm serve {shlex.quote(target)} --speculative-config {shlex.quote(json.dumps(settings))}"
         if self.consumer == "speculators":
             return speculators_command(directory)
+        algorithm = shape.type.upper()
         return (
-            f"python -m sglang.launch_server --model-path {shlex.quote(target)} --speculative-algorithm DFLASH "
+            f"python -m sglang.launch_server --model-path {shlex.quote(target)} --speculative-algorithm {algorithm} "
             f"--speculative-draft-model-path {shlex.quote(directory)}"
         )
 
@@ -296,7 +366,8 @@ _GGUF_NAMES = {
     "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
     "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm", "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+    "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down", "markov_head.markov_w1": "markov_w1",
+    "markov_head.markov_w2": "markov_w2", "confidence_head.proj": "conf_proj",
 }  # fmt: skip
 
 
@@ -320,9 +391,11 @@ def _write_gguf(shape: BlockShape, drafted: int, tensors: dict[str, Tensor], tar
         "attention.head_count_kv": shape.kv_heads, "attention.key_length": shape.head_dim,
         "attention.value_length": shape.head_dim, "attention.layer_norm_rms_epsilon": shape.eps,
         "rope.dimension_count": shape.head_dim, "rope.freq_base": shape.theta, "vocab_size": shape.vocab_size,
-        "target_layers": list(shape.features), "block_size": shape.block_size, "sample_from_anchor": False,
+        "target_layers": list(shape.features), "block_size": shape.block_size, "sample_from_anchor": shape.from_anchor,
         "attention.causal": shape.window is not None,
     }  # fmt: skip
+    if shape.type == "dspark":
+        sizes |= {"has_confidence_head": shape.confidence}
     if shape.window is not None:
         sizes |= {"attention.sliding_window": shape.window}
         sizes |= {"attention.sliding_window_pattern": [True] * shape.layers}
@@ -337,13 +410,13 @@ def _write_gguf(shape: BlockShape, drafted: int, tensors: dict[str, Tensor], tar
     tokens = drafted_tokens(tensors, drafted, shape.vocab_size, path)
     stored = {}
     for name, value in tensors.items():
-        part = name.removesuffix(".weight")
+        part, _, kind = name.rpartition(".")
         block = ""
         if part.startswith("layers."):
             _, layer, part = part.split(".", 2)
             block = f"blk.{layer}."
         # What the engine multiplies rows by is in fp32.
-        stored[f"{block}{_GGUF_NAMES[part]}.weight"] = value.float() if value.dim() == 1 else value
+        stored[f"{block}{_GGUF_NAMES[part]}.{kind}"] = value.float() if value.dim() == 1 else value
     if tokens is not None:
         stored["d2t"] = tokens.long()  # the target's ids, not differences
     write_gguf(path, "dflash", fields, stored)

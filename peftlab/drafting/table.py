@@ -104,7 +104,13 @@ DRAFTS: Registry[DraftRow] = Registry(
             "peftlab.drafting.config:DflashDraft",
             "peftlab.drafting.block:DflashKind",
             folder="dflash",
-            marks=(("speculators_model_type", "dflash"), ("architectures", ["DFlashDraftModel"])),
+            marks=(
+                ("speculators_model_type", "dflash"),
+                ("speculators_model_type", "dspark"),
+                ("architectures", ["DFlashDraftModel"]),
+                ("architectures", ["DSparkDraftModel"]),
+                ("architectures", ["Qwen3DSparkModel"]),
+            ),
         ),
     },
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from transformers.generation.candidate_generator import DFlashTokenCandidateGene
 from peftlab.checkpoints.gguf import read_gguf
 from peftlab.drafting.base import load_pair
 from peftlab.drafting.block import DFlash, read_dflash, tensors_of, write_dflash
-from peftlab.drafting.block_files import read_block_shape
+from peftlab.drafting.block_files import BlockShape, flat_layout, read_block_shape, speculators_layout
 from peftlab.drafting.export import export_draft
 from peftlab.drafting.state_network import WEIGHTS, TargetWithNetwork, target_states
 from peftlab.drafting.target import head_weight, input_embedding
@@ -188,6 +189,93 @@ def test_a_gguf_file(draft: Any, stories: Path, tmp_path: Path) -> None:
     assert torch.equal(stored["blk.1.attn_q.weight"], network.state_dict()["layers.1.self_attn.q_proj.weight"])
     words = shlex.split(done.command)
     assert words[words.index("--spec-type") + 1] == "draft-dflash" and words[-1] == "4"
+
+
+SPARKS: list[dict[str, Any]] = [
+    {"markov_rank": 8},
+    {"markov_rank": 8, "markov_head": "gated", "confidence": True},
+    {"markov_rank": 8, "confidence": True, "confidence_sees_token": False},
+    {"markov_rank": 8, "from_anchor": False},
+    {"markov_rank": 0, "confidence": True, "confidence_sees_token": False},
+]
+
+
+def spark(draft: Any, stories: Path, **sizes: Any) -> tuple[Path, BlockShape]:
+    """Write a DSpark's files: a DFlash's tensors, and those of the heads."""
+    place, network = draft()
+    shape = replace(network.shape, **{"from_anchor": True, **sizes})
+    tensors, rank = load_file(place / WEIGHTS), shape.markov_rank
+    heads = {"markov_head.markov_w1.weight": (512, rank), "markov_head.markov_w2.weight": (512, rank)} if rank else {}
+    if shape.markov_head == "gated":
+        heads |= {"markov_head.gate_proj.weight": (rank, 64 + rank), "markov_head.gate_proj.bias": (rank,)}
+    if shape.confidence:
+        width = 64 + rank * shape.confidence_sees_token
+        heads |= {"confidence_head.proj.weight": (1, width), "confidence_head.proj.bias": (1,)}
+    save_file(tensors | {name: torch.randn(size) for name, size in heads.items()}, place / WEIGHTS)
+    config = speculators_layout(shape, 512, torch.float32, target=str(stories), architecture="LlamaForCausalLM")
+    (place / "config.json").write_text(json.dumps(config))
+    return place, shape
+
+
+@pytest.mark.parametrize("sizes", SPARKS, ids=str)
+def test_dspark_in_both_layouts(draft: Any, stories: Path, tmp_path: Path, sizes: dict[str, Any]) -> None:
+    """Whether a block drafts from its anchor is always written: readers differ in what a missing key means."""
+    place, shape = spark(draft, stories, **sizes)
+    config = json.loads((place / "config.json").read_text())
+    assert config["speculators_model_type"] == "dspark" and config["sample_from_anchor"] is shape.from_anchor
+    assert config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == shape.length
+    assert read_block_shape(place) == (shape, 512)
+    flat = flat_layout(shape, 512, torch.float32, 6)
+    nested = flat["dflash_config"]
+    assert isinstance(nested, dict) and flat["architectures"] == ["Qwen3DSparkModel"]
+    assert nested["projector_type"] == "dspark" and nested["target_layer_ids"] == flat["target_layer_ids"] == [0, 2, 3]
+    for key in ("sample_from_anchor", "markov_rank", "markov_head_type", "enable_confidence_head", "mask_token_id"):
+        assert flat[key] == nested[key], key
+    (place / "config.json").write_text(json.dumps(flat))
+    assert read_block_shape(place) == (shape, 512)
+
+
+def test_keys_that_a_dspark_lacks(draft: Any, stories: Path) -> None:
+    """They have speculators' values in its layout; in the flat one the heads' flags are false."""
+    place, shape = spark(draft, stories, markov_rank=8, confidence=True)
+    change(place, sample_from_anchor=None, enable_confidence_head=None, confidence_head_with_markov=None)
+    assert read_block_shape(place)[0] == shape
+    flat = flat_layout(shape, 512, torch.float32, 6) | {"dflash_config": {}}
+    (place / "config.json").write_text(json.dumps(flat))
+    assert read_block_shape(place)[0] == shape
+    change(place, sample_from_anchor=None, enable_confidence_head=None, confidence_head_with_markov=None)
+    found = read_block_shape(place)[0]
+    assert (found.from_anchor, found.confidence, found.confidence_sees_token) == (True, False, False)
+    change(place, architectures=["DSparkDraftModel"])
+    assert read_block_shape(place)[0] == found
+    change(place, markov_head_type="linear")
+    with pytest.raises(PeftlabError, match="markov_head_type 'linear' one of vanilla, gated and rnn"):
+        read_block_shape(place)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "refusing"),
+    list(zip(SPARKS, ["", "vllm llama.cpp", "llama.cpp", "sglang", "vllm sglang llama.cpp"], strict=True)),
+    ids=str,
+)
+def test_dspark_for_engines(draft: Any, stories: Path, tmp_path: Path, sizes: dict[str, Any], refusing: str) -> None:
+    place, shape = spark(draft, stories, **sizes)
+    for consumer in ("vllm", "sglang", "llama.cpp", "speculators"):
+        out = tmp_path / f"{consumer}.gguf"
+        if consumer in refusing.split():
+            with pytest.raises(PeftlabError, match=f"--for {consumer}: .* (Markov head|anchor|confidence head)"):
+                export_draft(place, out, consumer, str(stories))
+            assert not out.exists()
+            continue
+        done = export_draft(place, out, consumer, str(stories))
+        if consumer == "llama.cpp":
+            stored = read_gguf(out)
+            assert stored["markov_w1.weight"].shape == stored["markov_w2.weight"].shape == (512, 8)
+            assert ("conf_proj.weight" in stored) == shape.confidence and "draft-dspark" in done.command
+        else:
+            assert read_block_shape(out)[0] == shape
+            named = {"vllm": '"method": "dspark"', "sglang": "DSPARK", "speculators": "SpeculatorModel"}[consumer]
+            assert named in done.command
 
 
 @torch.no_grad()
