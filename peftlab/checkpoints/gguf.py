@@ -14,7 +14,7 @@ import os
 import struct
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -709,7 +709,8 @@ def plan_file(
     Args:
         model: what the fields are made of. directory: with the tokenizer.
         tensors: what is to be written, in this order.
-        wanted: the type of matrices, one of ``TYPES``; None: each keeps the type it is stored in.
+        wanted: the type of matrices, one of ``TYPES``, in 4 or 5 bits but for the head; None: each keeps the type it is
+            stored in.
         metadata: texts by field, for a file without a GGUF base.
         base: the GGUF file that the base is, whose fields are kept.
         changed: keys of the tensors that the merge changes.
@@ -738,7 +739,7 @@ def plan_file(
     shapes = {name: t.shape[::-1] if model.transposed(name, t.shape) else t.shape for name, t in by_name.items()}
     for name, tensor in by_name.items():
         if name not in kinds:
-            kinds[name] = model.type(name, shapes[name], wanted, tensor.dtype)
+            kinds[name] = model.type(name, shapes[name], _wanted(name, by_name, wanted), tensor.dtype)
     planned = [
         GgufTensor(name, kind, shapes.get(name, base.tensors[name].shape if base else ()))
         for name, kind in kinds.items()
@@ -748,7 +749,7 @@ def plan_file(
     sizes = Counter[str]()
     for each in placed:
         sizes[each.type] += each.nbytes
-    main = sizes.most_common(1)[0][0]
+    main = wanted.upper() if wanted else sizes.most_common(1)[0][0]
     if base is None:
         fields, count = model.head(directory, by_name["token_embd.weight"].shape[0], main, metadata)
     else:
@@ -774,6 +775,18 @@ def plan_file(
     return FilePlan(head, stored, incoming, copied, extra, main)
 
 
+def _wanted(name: str, names: Container[str], wanted: str | None) -> str | None:
+    """Return the type that a tensor should have: the head at least 8 bits, as llama.cpp's own quantiser has it (Q6_K,
+    to which the ``gguf`` package does not quantise, or Q8_0).
+
+    Args:
+        name: of the tensor. names: of all, by which the head is known: the embedding, where it has no matrix.
+        wanted: of matrices.
+    """
+    head = "output.weight" if "output.weight" in names else "token_embd.weight"
+    return "q8_0" if wanted is not None and wanted.startswith(("q4", "q5")) and name == head else wanted
+
+
 def _kinds_beside(
     model: GgufModel, tensors: Mapping[str, Incoming], wanted: str | None, base: GgufBase, changed: set[str]
 ) -> tuple[dict[str, str], list[str]]:
@@ -797,7 +810,7 @@ def _kinds_beside(
         elif wanted is None:
             kinds[name] = _checked(name, stored.shape, stored.type)
         else:
-            kinds[name] = model.type(name, stored.shape, wanted, "F32")
+            kinds[name] = model.type(name, stored.shape, _wanted(name, tensors, wanted), "F32")
     if wanted is None and "output.weight" in tensors and "output.weight" not in kinds:  # tied before
         kinds["output.weight"] = _checked("output.weight", tensors["output.weight"].shape, kinds["token_embd.weight"])
     return kinds, copied
