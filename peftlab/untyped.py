@@ -47,3 +47,6 @@ KnownModel: TypeAlias = Any
 
 Operator: TypeAlias = Any
 """One of torch's operators as a dispatch mode receives it: called with any arguments, and named by an attribute."""
+
+Processor: TypeAlias = Any
+"""A tokenizer, an image processor, or a processor of texts and images: transformers' classes of them share no base."""

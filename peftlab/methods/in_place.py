@@ -51,13 +51,16 @@ def is_bias(name: str) -> bool:
 
 
 def plan_full(model: nn.Module, config: FullConfig) -> Plan:
-    """Return the plan of full finetuning: every parameter trains.
+    """Return the plan of full finetuning: every parameter trains that the model's task reads.
+
+    A classifier of images does not read its body's ``mask_token``, which stood for hidden patches in pretraining.
 
     Raises:
         PeftlabError: ``modules_to_save`` names a module that does not exist.
     """
     fully_trained(model, config.modules_to_save)
-    return Plan(train=[name for name, _ in model.named_parameters()])
+    unread = "mask_token" if type(model).__name__.endswith("ForImageClassification") else None
+    return Plan(train=[name for name, _ in model.named_parameters() if name.rpartition(".")[2] != unread])
 
 
 def plan_head(model: nn.Module, config: HeadConfig) -> Plan:

@@ -115,6 +115,7 @@ SITES: dict[str, Sites] = {
         ("albert_layers.*.ffn_output",),
         ("albert_layers.*.ffn",),
     ),
+    "dinov2": Sites(("layer.*.attention.o_proj",), ("layer.*.mlp.fc2",), ("layer.*.mlp.fc1",)),
     "distilbert": Sites(("layer.*.attention.out_lin",), ("layer.*.ffn.dropout",), ("layer.*.ffn.lin1",)),
     "gpt_neo": Sites(("h.*.attn.attention.resid_dropout",), ("h.*.mlp.dropout",), ("h.*.mlp.c_fc",)),
     "gpt_neox": Sites(
@@ -145,7 +146,8 @@ QUERY_VALUE: dict[str, tuple[str, ...]] = {
     ),
     **dict.fromkeys(
         (
-            "bart", "blenderbot", "clip", "cohere", "cohere2", "deit", "gemma", "gemma2", "gemma3", "gemma3_text",
+            "bart", "blenderbot", "clip", "cohere", "cohere2", "deit", "dinov2", "gemma", "gemma2", "gemma3",
+            "gemma3_text",
             "glm", "gpt_neo", "gptj", "granite", "gpt_oss", "llama", "m2m_100", "marian", "mbart", "mistral", "mixtral",
             "olmo", "olmo2", "olmoe", "opt", "pegasus", "phi", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "siglip",
             "smollm3", "stablelm", "starcoder2", "vit",
@@ -153,6 +155,7 @@ QUERY_VALUE: dict[str, tuple[str, ...]] = {
         ),
         ("q_proj", "v_proj"),
     ),
+    **dict.fromkeys(("convnext", "convnextv2"), ("pwconv1", "pwconv2")),  # no attention: its pointwise linear maps
     **dict.fromkeys(("t5", "mt5", "umt5", "longt5"), ("q", "v")),
     **dict.fromkeys(("gpt2", "gpt_bigcode"), ("c_attn",)),
     **dict.fromkeys(("gpt_neox", "bloom", "falcon", "chatglm"), ("query_key_value",)),

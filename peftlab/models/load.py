@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from copy import deepcopy
 from dataclasses import asdict, dataclass, is_dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -32,7 +33,13 @@ from peftlab.references import locate, similar_path, snapshot, unreachable
 from peftlab.untyped import Attributes, Converter, Function, Unwrapped
 
 if TYPE_CHECKING:
-    from transformers import BitsAndBytesConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import (
+        BaseImageProcessor,
+        BitsAndBytesConfig,
+        PretrainedConfig,
+        PreTrainedModel,
+        PreTrainedTokenizerBase,
+    )
     from transformers.core_model_loading import WeightConverter
 
 T = TypeVar("T")
@@ -239,6 +246,24 @@ def load_tokenizer(reference: str, *, revision: str | None = None, **options: ob
     tokenizer = _load(parts.tokenizer, loader, needs, revision=parts.revision, **options)
     check_ids(tokenizer, reference)
     return tokenizer
+
+
+def load_image_processor(reference: str, *, revision: str | None = None, **options: object) -> BaseImageProcessor:
+    """Load the image processor of a model, finetuned or not; it computes with Pillow, so that all machines agree.
+
+    Args:
+        reference: as ``find_model`` takes it. revision: of a hub model. options: passed to ``from_pretrained``.
+
+    Raises:
+        PeftlabError: as ``load_base``; or Pillow is not installed.
+    """
+    if find_spec("PIL") is None:
+        raise PeftlabError("images are read with Pillow, which is not installed; pip install 'peftlab[images]'")
+    from transformers import AutoImageProcessor
+
+    parts = find_model(reference, revision=revision)
+    loader = partial(AutoImageProcessor.from_pretrained, backend="pil")
+    return _load(parts.base, loader, "preprocessor_config.json", revision=parts.revision, **options)
 
 
 def _load(reference: str, loader: Function[T], needs: str, *, revision: str | None, **options: object) -> T:
@@ -605,6 +630,8 @@ def position_limit(model: PreTrainedModel) -> int | None:
     Args:
         model: on the CPU, in eval mode; it is not changed.
     """
+    if model.main_input_name == "pixel_values":  # a model of images, whose positions are no tokens
+        return None
     declared = getattr(model.config, "max_position_embeddings", None) or 0  # XLNet, which has no limit, has -1
     limits = [declared] * (declared > 0) + [rows - first for rows, first in _tables(model)]
     return min(limits, default=None)

@@ -249,6 +249,8 @@ def _run(recipe: FinetuneRecipe, directory: Claim, resume: bool, device: str) ->
         start_from(model, recipe.init_from)
     before = task.sample(task.model) if task.sample is not None and accelerator.is_main_process else None
     if settings.gradient_checkpointing:
+        if not task.model.supports_gradient_checkpointing:
+            raise PeftlabError(f"train.gradient_checkpointing: {type(task.model).__name__} has none; set it to false")
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     trainable, total = count_parameters(model)
     for line in filter(None, (trainable_line(trainable, total), adapted_line(model))):
@@ -350,7 +352,7 @@ def _write_run(
     )
     with staged_directory(run_dir / "adapter", "adapter", overwrite=True) as staging:
         save_adapter(model, staging, base=recipe.model, revision=recipe.revision)
-        task.tokenizer.save_pretrained(staging)
+        task.processor.save_pretrained(staging)
         write_text(staging / "README.md", adapter_card(card))
     if merging is not None:
         options = replace(merging, recipe=dump_recipe(recipe), training=training_section(card))
@@ -565,7 +567,7 @@ def _score(
     # Under mixed precision accelerate wraps the forward pass in autocast; answers are those of the stored weights.
     bare: PreTrainedModel = accelerator.unwrap_model(model, keep_fp32_wrapper=False).to(accelerator.device)
     ends = contexts.ends | eos_ids(bare)
-    pad = task.tokenizer.pad_token_id if task.tokenizer.pad_token_id is not None else next(iter(ends), 0)
+    pad = task.processor.pad_token_id if task.processor.pad_token_id is not None else next(iter(ends), 0)
     found: list[tuple[int, list[int]]] = []
     advice = memory_advice("while answering", [f"generate.batch_size={max(1, settings.batch_size // 2)}"])
     with advice, eval_mode(bare), _merged_for_decoding(bare):
@@ -576,7 +578,7 @@ def _score(
     tokens = dict(gather_object(found))
     answers = [
         Answer(
-            str(task.tokenizer.decode(tokens[place], skip_special_tokens=True)).strip(),
+            str(task.processor.decode(tokens[place], skip_special_tokens=True)).strip(),
             context.prompt,
             context.references,
         )

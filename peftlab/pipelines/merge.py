@@ -215,7 +215,7 @@ def verify_merge(
             worst = max(worst, float((here - there).abs().max()))
             agreed += int((here.argmax(-1) == there.argmax(-1)).sum())
             predictions += here.shape[:-1].numel()
-            examples += len(batch["input_ids"])
+            examples += len(next(iter(batch.values())))
     return MergeCheck(worst, agreed / predictions, examples)
 
 

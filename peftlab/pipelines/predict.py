@@ -1,6 +1,6 @@
 """Predicts rows without labels: classes with probabilities, numbers, tags of words, choices.
 
-Of texts in memory, or of the rows of a file or a stream, written beside them.
+Of texts, or paths of images, in memory, or of the rows of a file or a stream, written beside them.
 """
 
 from __future__ import annotations
@@ -48,8 +48,9 @@ def predict_file(
 
     Args:
         reference, recipe_name, overrides, device, on_rows: as for ``predict``.
-        source: csv, tsv, json, jsonl (``.gz`` too) or parquet; ``-`` reads stdin: JSON objects or texts, one a line.
-            A text stands for the model's text column, whatever that is called.
+        source: csv, tsv, json, jsonl (``.gz`` too) or parquet; for ``image/classification`` also a directory of images;
+            ``-`` reads stdin: JSON objects or texts, one a line. A text stands for the model's text column, whatever
+            that is called.
         out: csv, jsonl or parquet; ``-`` writes JSON objects to stdout, one a line.
         text: the text column, or the two columns of a pair; default: those that the recipe names. A list is written to
             csv as its JSON text.
@@ -134,7 +135,7 @@ _FORMATS: dict[str, Callable[[Path, Columns], None]] = {
 
 Texts = Sequence[str] | Sequence[tuple[str, str]] | Sequence[Sequence[str]] | Sequence[tuple[str, Sequence[str]]]
 """Single texts; pairs for a task of pairs; lists of words for ``text/tokens``; for ``text/choice`` pairs of a text, it
-may be empty, and a list of choices."""
+may be empty, and a list of choices; paths for ``image/classification``."""
 
 
 def predict(
@@ -150,7 +151,8 @@ def predict(
 
     Args:
         reference: a run, an adapter or a model, as ``peftlab.evaluate`` takes it.
-        texts: texts, or pairs where the task has pairs; longer ones than ``train.max_length`` tokens are truncated.
+        texts: texts, or pairs where the task has pairs; longer ones than ``train.max_length`` tokens are truncated; or
+            the paths of images.
         recipe_name: the recipe that names the task; default: ``recipe.yaml`` in that directory or above it.
         overrides: as for ``peftlab run``: ``train.eval_batch_size``, ``train.max_length``.
         device: as for ``peftlab.run``.
@@ -173,13 +175,13 @@ def predict(
     if len(texts) == 0:
         raise PeftlabError("no rows to predict")
     examples = answers.rows(texts).dataset()
-    tokenizer, model, fresh = load_classifier(answers, model_source(trained.loaded), settings.max_length)
+    processor, model, fresh = load_classifier(answers, model_source(trained.loaded), settings.max_length)
     if trained.adapter is None:
         refuse_untrained(trained.loaded.model, fresh)
     else:
         load_adapter(model, trained.adapter)
-    tokens = tokens_for(str(reference), answers, model, tokenizer, settings.max_length, examples)
-    collate = answers.collate(tokenizer)
+    tokens = tokens_for(str(reference), answers, model, processor, settings.max_length, examples)
+    collate = answers.collate(processor)
 
     def counted(rows: Sequence[Row]) -> dict[str, Tensor]:
         if on_rows is not None:

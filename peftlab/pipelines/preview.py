@@ -18,19 +18,20 @@ from torch import Tensor
 
 from peftlab.errors import PeftlabError
 from peftlab.files import is_url
-from peftlab.models.load import load_tokenizer
 from peftlab.pipelines.inspect import Inspection, inspect_model
 from peftlab.recipe.load import runs_of
 from peftlab.recipe.schema import FinetuneRecipe, Recipe, injected_method
 from peftlab.registry import resolve
 from peftlab.remote import local_place
 from peftlab.reporting.facts import data_lines
-from peftlab.tasks.batches import model_inputs, tokenise
+from peftlab.tasks.batches import model_inputs
 from peftlab.tasks.data import tables_read
 from peftlab.tasks.labelled import Answers, class_counts, repeated_rows
 from peftlab.tasks.labelled_rows import load_task_data
 from peftlab.tasks.language_examples import Tokens, collate
+from peftlab.tasks.problem import ModelSource
 from peftlab.tasks.table import find_task
+from peftlab.untyped import Processor
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -216,14 +217,14 @@ def show_examples(recipe: Recipe, count: int) -> list[ShownSequence]:
     """
     if not isinstance(recipe, FinetuneRecipe):
         raise PeftlabError(f"--show: a recipe of kind {recipe.kind} has no examples of a task; finetune recipes have")
-    tokenizer = _tokenizer(recipe)
     if find_task(recipe.task).labelled:
-        answers, rows = _labelled(recipe, tokenizer, count, evaluated=False)
+        answers, processor, rows = _labelled(recipe, count, evaluated=False)
         labels = rows["label"] if "label" in rows.column_names else [None] * len(rows)
         return [
-            ShownSequence(f"example {number}", [Part(*part) for part in answers.shown(row, label, tokenizer)])
+            ShownSequence(f"example {number}", [Part(*part) for part in answers.shown(row, label, processor)])
             for number, (row, label) in enumerate(zip(rows, labels, strict=True), start=1)
         ]
+    tokenizer = _source(recipe).tokenizer()
     return [
         ShownSequence(", ".join(filter(None, (f"example {number}", title))), _parts(tokens, tokenizer))
         for number, sequences in enumerate(_language(recipe, tokenizer, count, evaluated=False), start=1)
@@ -241,29 +242,29 @@ def example_inputs(recipe: FinetuneRecipe, count: int) -> dict[str, Tensor]:
     Raises:
         PeftlabError: data or tokenizer cannot be used.
     """
-    tokenizer = _tokenizer(recipe)
     if find_task(recipe.task).labelled:
-        answers, rows = _labelled(recipe, tokenizer, count, evaluated=True)
-        return model_inputs(answers.collate(tokenizer)(list(rows)))
+        answers, processor, rows = _labelled(recipe, count, evaluated=True)
+        return model_inputs(answers.collate(processor)(list(rows)))
+    tokenizer = _source(recipe).tokenizer()
     longest = recipe.train.max_length
     sequences = chain.from_iterable(_language(recipe, tokenizer, count, evaluated=True))
     cut = [{"input_ids": t.input_ids[:longest], "trained": t.trained[:longest]} for _, t in sequences]
     return model_inputs(collate(cut[:count], pad=tokenizer.pad_token_id or 0))
 
 
-def _tokenizer(recipe: FinetuneRecipe) -> PreTrainedTokenizerBase:
-    return load_tokenizer(recipe.model, revision=recipe.revision, trust_remote_code=recipe.trust_remote_code)
+def _source(recipe: FinetuneRecipe) -> ModelSource:
+    return ModelSource(recipe.model, recipe.revision, recipe.trust_remote_code)
 
 
-def _labelled(
-    recipe: FinetuneRecipe, tokenizer: PreTrainedTokenizerBase, count: int, *, evaluated: bool
-) -> tuple[Answers, Dataset]:
-    """Return the answers of a labelled task, and its first rows tokenised: to train on, or to evaluate on."""
+def _labelled(recipe: FinetuneRecipe, count: int, *, evaluated: bool) -> tuple[Answers, Processor, Dataset]:
+    """Return the answers of a labelled task, the tokenizer or image processor, and the first rows' tokens: to train
+    on, or to evaluate on."""
     data = load_task_data(recipe.task, recipe.data)
     answers: Answers = resolve(data.task.answers)(data.task)
     rows = data.splits[_split(list(data.splits), data.task.evaluation if evaluated else ())]
     rows = rows.select(range(min(count, len(rows))))
-    return answers, tokenise(rows, tokenizer, recipe.train.max_length, answers.encode)
+    processor = answers.processor(_source(recipe))
+    return answers, processor, answers.tokens(rows, processor, recipe.train.max_length)
 
 
 def _language(

@@ -114,7 +114,7 @@ class FinetuneRecipe(Section):
     base: Base = Field(default=BaseConfig(), description="How the model's weights are stored; null: fp32.")
     task: str = Field(
         description="glue/NAME; on your own files text/classification, text/regression, text/multilabel, text/tokens, "
-        "text/choice, text/chat, text/completion, text/plain, text/preference."
+        "text/choice, text/chat, text/completion, text/plain, text/preference, image/classification."
     )
     objective: PreferenceObjective | None = Field(
         default_factory=_usual_objective,

@@ -639,6 +639,8 @@ def adapter_card(info: CardInfo) -> str:
     else:
         importing, load = "from peftlab.checkpoints.adapter import load_adapter", "load_adapter"
         library = "peftlab"
+    kind = "ImageProcessor" if info.pipeline == "image-classification" else "Tokenizer"
+    name = {"ImageProcessor": "image_processor", "Tokenizer": "tokenizer"}[kind]
     imports, base = [], json.dumps(info.base_model)
     if info.base_model.startswith("package:"):
         imports, base = ["from peftlab.references import locate"], f"locate({base})"
@@ -647,10 +649,10 @@ def adapter_card(info: CardInfo) -> str:
     lines = [
         importing,
         *imports,
-        f"from transformers import {info.auto_class}, AutoTokenizer",
+        f"from transformers import {info.auto_class}, Auto{kind}",
         "",
         f"base = {base}",
-        f"tokenizer = AutoTokenizer.from_pretrained(base{revision})",
+        f"{name} = Auto{kind}.from_pretrained(base{revision})",
         f"model = {info.auto_class}.from_pretrained(base{classes}{revision})",
         f"model = {load}(model, {json.dumps(info.name)})",
     ]

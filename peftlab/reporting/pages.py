@@ -258,9 +258,12 @@ def usage(recipe: Mapping[str, object]) -> dict[str, str]:
     row = '("a text", "its pair")' if len(columns) == 2 else '"a text"'
     if task is not None and task.choices:
         row = '("a question", ["an answer", "another"])'
+    image = task is not None and task.image
+    if image:
+        row = '"an image.png"'
     lines = ["import peftlab", "", f"found = peftlab.predict({json.dumps(place)}, [{row}])"]
     return {
-        "sh": f"peftlab predict {shlex.quote(place)} new.csv -o labelled.csv",
+        "sh": f"peftlab predict {shlex.quote(place)} {'images/' if image else 'new.csv'} -o labelled.csv",
         "python": "\n".join([*lines, "print(found.answers, found.probabilities)"]),
     }
 

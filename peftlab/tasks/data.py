@@ -13,7 +13,7 @@ bounded in memory, and every bad row is named.
 =========  ============================================================================================
 
 The text formats are UTF-8 (a byte order mark is skipped), may end in ``.gz``, and their empty lines are not
-rows.
+rows. A directory of images is a table of their paths, and of the folders that they are in.
 """
 
 from __future__ import annotations
@@ -274,12 +274,14 @@ class LazyColumns(Mapping[str, list[object]]):
 
 
 def read_table(path: Path) -> Table:
-    """Read a file by its suffix (see the module's table of formats).
+    """Read a file by its suffix (see the module's table of formats), or the names of a directory of images.
 
     Raises:
         PeftlabError: an unknown suffix, or a malformed file (named with its line).
     """
     suffix = table_suffix(path)
+    if suffix is None and path.is_dir():
+        return _read_image_folder(path)
     if suffix is None:
         raise PeftlabError(f"{path}: cannot tell the format; the name must end in one of {', '.join(_READERS)}")
     return _READERS[suffix](path)
@@ -421,6 +423,39 @@ def _read_parquet(path: Path) -> Table:
     return Table(path, LazyColumns(names, read), range(1, rows + 1), "row")
 
 
+IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
+FOLDER_COLUMNS = ("image", "label")  # of the table that a directory of images is
+
+
+def _read_image_folder(directory: Path) -> Table:
+    """Return the images below a directory, in the order of their names, and the folder in it that each is in.
+
+    Without folders there is no column of labels. Names that begin with a dot are left out, as a shell does.
+
+    Raises:
+        PeftlabError: a file that is no image by its name, or images both in folders and beside them.
+    """
+    found: list[tuple[str, str | None]] = []
+    for folder, below, files in os.walk(directory, onerror=_refuse_directory):
+        below[:] = sorted(name for name in below if not name.startswith("."))
+        inner = Path(folder).relative_to(directory).parts
+        for name in sorted(name for name in files if not name.startswith(".")):
+            if not name.lower().endswith(IMAGE_SUFFIXES):
+                place = Path(folder, name)
+                raise PeftlabError(f"{place}: no image by its name, which ends in one of {', '.join(IMAGE_SUFFIXES)}")
+            found.append((str(Path(*inner, name)), inner[0] if inner else None))
+    paths, labels = [path for path, _ in found], [label for _, label in found]
+    if None in labels and len(set(labels)) > 1:
+        raise PeftlabError(f"{directory}: {paths[labels.index(None)]} is in no folder, and other images are in one")
+    image, label = FOLDER_COLUMNS
+    columns: dict[str, list[object]] = {image: [*paths], **({} if None in labels else {label: [*labels]})}
+    return Table(directory, columns, range(1, len(found) + 1), "image")
+
+
+def _refuse_directory(error: OSError) -> None:
+    raise PeftlabError(f"{error.filename}: cannot be read ({error})")
+
+
 _TEXT_READERS: dict[str, Callable[[Path], Table]] = {
     ".csv": _read_csv, ".tsv": read_tsv, ".jsonl": _read_jsonl, ".json": _read_json,
 }  # fmt: skip
@@ -473,12 +508,13 @@ _SPLIT_STEMS = {
 }  # fmt: skip
 
 
-def split_files(reference: str, more: tuple[str, ...] = ()) -> dict[str, Path]:
-    """Return the file of each split; a single file is the training split.
+def split_files(reference: str, more: tuple[str, ...] = (), *, images: bool = False) -> dict[str, Path]:
+    """Return the file of each split, or its directory of images; a single one is the training split.
 
     Args:
         reference: a file, or a directory with one file for each split.
         more: suffixes to read beside those of tables.
+        images: whether a directory without a table may contain the images, in folders of the splits or of the classes.
     """
     path = locate(reference, "data.path")
     if not isinstance(path, Path):
@@ -488,16 +524,25 @@ def split_files(reference: str, more: tuple[str, ...] = ()) -> dict[str, Path]:
     if not path.is_dir():
         return {"train": path}
     files: dict[str, Path] = {}
-    for file in _directory_entries(path):
+    entries = _directory_entries(path)
+    folders = images and not any(table_suffix(entry) for entry in entries)
+    for file in entries:
         suffix = table_suffix(file) or next((s for s in more if file.name.endswith(s)), None)
         split = _SPLIT_STEMS.get(file.name[: -len(suffix)].lower()) if suffix else None
+        if folders and file.is_dir():
+            split = _SPLIT_STEMS.get(file.name.lower())
         if split is None:
             continue
         if split in files:
             raise PeftlabError(f"{path}: both {files[split].name} and {file.name} could be the {split} split")
         files[split] = file
+    if folders and not files:
+        return {"train": path}
+    other = [entry.name for entry in entries if entry not in files.values() and not entry.name.startswith(".")]
+    if folders and other:
+        raise PeftlabError(f"{path}: {listed(other)} beside {listed(each.name for each in files.values())}: no split")
     if "train" not in files:
-        there = listed(entry.name for entry in _directory_entries(path)) if _directory_entries(path) else "nothing"
+        there = listed(entry.name for entry in entries) if entries else "nothing"
         raise PeftlabError(f"{path}: no train.* file (csv, tsv, jsonl, json, parquet) in it, but {there}")
     return files
 
@@ -574,6 +619,17 @@ def text_columns(data: DataConfig, there: Collection[str]) -> Columns:
         there: the file's columns.
     """
     return multilabel_columns(data.model_copy(update={"labels": None}), there)
+
+
+def image_columns(data: DataConfig, there: Collection[str]) -> Columns:
+    """Return the column of the images' paths, ``image`` by default, and that of their classes, ``label``.
+
+    Args:
+        data: the recipe's data section.
+        there: the file's columns.
+    """
+    image, label = FOLDER_COLUMNS
+    return _columns({data.image or image: "data.image"}, {data.label or label: "data.label"})
 
 
 def multilabel_columns(data: DataConfig, there: Collection[str]) -> Columns:
@@ -841,7 +897,7 @@ def tables_read(task: Task, data: DataConfig) -> dict[str, tuple[Table, dict[str
         task: the row of the table of tasks, not one of GLUE's.
         data: the recipe's ``data`` section, whose ``path`` is set.
     """
-    files = split_files(str(data.path), () if task.labelled else (".txt",))
+    files = split_files(str(data.path), () if task.labelled else (".txt",), images=task.image)
     with_columns = {split: file for split, file in files.items() if file.suffix != ".txt"}
     tables = split_tables(with_columns, data.validation, files)
     of: Callable[[DataConfig, Collection[str]], Columns] = resolve(task.columns)

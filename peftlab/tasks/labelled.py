@@ -2,7 +2,8 @@
 
 ``prepare`` reads from top to bottom; each kind of answer has its head, loss, scores, predictions and analysis:
 ``OneClass`` (``text/classification``, GLUE), ``Number`` (``text/regression``, STS-B), ``ManyClasses``
-(``text/multilabel``), ``OneChoice`` (``text/choice``) and ``WordTags`` (``text/tokens``).
+(``text/multilabel``), ``OneChoice`` (``text/choice``) and ``WordTags`` (``text/tokens``); ``ImageClass`` is in
+``tasks.images``.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ from peftlab.tasks.metrics import (
 )
 from peftlab.tasks.problem import Loss, ModelSource, TaskOptions, TaskProblem, mean_loss, score_batches
 from peftlab.tasks.table import DataConfig, Task
-from peftlab.untyped import Attributes
+from peftlab.untyped import Attributes, Processor
 
 Array = NDArray[np.float32]
 Weights = str | Mapping[str, float]
@@ -86,23 +87,23 @@ def prepare(task: Task, data: DataConfig, source: ModelSource, options: TaskOpti
     loaded = load_task_data(task.name, data, options.classes)
     task, splits = loaded.task, loaded.splits
     answers: Answers = resolve(task.answers)(task)
-    tokenizer, model, fresh = load_classifier(answers, source, options.max_length)
+    processor, model, fresh = load_classifier(answers, source, options.max_length)
     evaluated = [split for split in task.evaluation if split in splits]
     if not evaluated:
         there = ", ".join(splits) or "none"
         raise PeftlabError(f"task {task.name}: no labelled split to evaluate on; there is {there}")
     first = evaluated[0]
-    tokens = partial(tokens_for, source.reference, answers, model, tokenizer, options.max_length)
+    tokens = partial(tokens_for, source.reference, answers, model, processor, options.max_length)
     held_out = {split: tokens(splits[split]) for split in evaluated}
     train = tokens(splits["train"]) if options.train and "train" in splits else Dataset.from_dict({})
     labels = list(splits["train"]["label"]) if "train" in splits else None
-    evaluation = Evaluation(answers, held_out, answers.collate(tokenizer), options.batch_size)
+    evaluation = Evaluation(answers, held_out, answers.collate(processor), options.batch_size)
     loss: Loss = answers.loss
     if options.class_weights is not None and labels is not None:
         loss = partial(answers.loss, weights=answers.weights(options.class_weights, labels))
     return TaskProblem(
         task=task,
-        tokenizer=tokenizer,
+        processor=processor,
         model=model,
         fresh=fresh,
         train=train,
@@ -142,7 +143,7 @@ def class_counts(answers: Answers, splits: Mapping[str, Dataset]) -> dict[str, d
 
 
 def repeated_rows(task: Task, splits: Mapping[str, Dataset]) -> dict[str, int]:
-    """Return how many rows of each evaluation split have the text, or the pair of texts, of a training row.
+    """Return how many rows of each evaluation split have the text, pair of texts or image of a training row.
 
     A split without such rows is left out.
 
@@ -150,9 +151,9 @@ def repeated_rows(task: Task, splits: Mapping[str, Dataset]) -> dict[str, int]:
         task: the table's row.
         splits: examples by split, ``train`` among them.
     """
-    inputs = {}
+    inputs, compared = {}, ("digest",) if task.image else ("text", "text_pair")
     for split, rows in splits.items():
-        columns = rows.select_columns([name for name in ("text", "text_pair") if name in rows.column_names])[:]
+        columns = rows.select_columns([name for name in compared if name in rows.column_names])[:]
         inputs[split] = [repr(row) for row in zip(*columns.values(), strict=True)]
     trained = set(inputs.get("train", ()))
     counts = {split: sum(row in trained for row in inputs.get(split, ())) for split in task.evaluation}
@@ -161,49 +162,36 @@ def repeated_rows(task: Task, splits: Mapping[str, Dataset]) -> dict[str, int]:
 
 def load_classifier(
     answers: Answers, source: ModelSource, max_length: int
-) -> tuple[PreTrainedTokenizerBase, PreTrainedModel, list[str]]:
-    """Return the tokenizer, the model with a head for the task's answers, and its freshly initialised parameters.
+) -> tuple[Processor, PreTrainedModel, list[str]]:
+    """Return the tokenizer or image processor, the model with a head for the task's answers, and its new parameters.
 
     Args:
         answers: the task's kind of answers, which decides the head.
         source: where the model comes from.
         max_length: tokens of the longest example.
     """
-    tokenizer = source.tokenizer()
+    processor = answers.processor(source)
     model, fresh = source.model(answers.auto_class, max_length, answers.head())
-    if model.config.pad_token_id is None:
-        model.config.pad_token_id = tokenizer.pad_token_id or tokenizer.eos_token_id
-    return tokenizer, model, fresh
+    if isinstance(processor, PreTrainedTokenizerBase) and model.config.pad_token_id is None:
+        model.config.pad_token_id = processor.pad_token_id or processor.eos_token_id
+    return processor, model, fresh
 
 
 def tokens_for(
-    reference: str,
-    answers: Answers,
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    max_length: int,
-    split: Dataset,
+    reference: str, answers: Answers, model: PreTrainedModel, processor: Processor, max_length: int, split: Dataset
 ) -> Dataset:
-    """Return a split, tokenised; ``PeftlabError`` where the model's table of embeddings lacks a token.
+    """Return a split as ``Answers.tokens`` makes it; ``PeftlabError`` where the model cannot take such inputs.
 
     Args:
         reference: the model's reference, for messages.
         answers: the task's kind of answers.
         model: the model that reads the tokens.
-        tokenizer: its tokenizer.
+        processor: its tokenizer or image processor.
         max_length: tokens to which an example is truncated.
         split: the examples.
     """
-    tokens = tokenise(split, tokenizer, max_length, answers.encode)
-    largest = max(largest_id(tokens), padding_token(tokenizer))
-    table, _ = embeddings_of(model)
-    embedded = None if table is None else len(table.get_parameter("weight"))  # CANINE hashes its characters
-    if embedded is not None and largest >= embedded:
-        token = tokenizer.convert_ids_to_tokens(largest)
-        raise PeftlabError(
-            f"{reference}: its tokenizer gives {token!r} the id {largest}, and the model has embeddings of "
-            f"{embedded} tokens"
-        )
+    tokens = answers.tokens(split, processor, max_length)
+    answers.check_inputs(reference, model, processor, tokens)
     return tokens
 
 
@@ -301,6 +289,10 @@ class Answers(ABC):
             options["label2id"] = {name: i for i, name in enumerate(names)}
         return options
 
+    def processor(self, source: ModelSource) -> Processor:
+        """Load what makes inputs of rows: the model's tokenizer."""
+        return source.tokenizer()
+
     def encode(self, batch: Batch, tokenizer: PreTrainedTokenizerBase, max_length: int) -> dict[str, list[object]]:
         """Tokenise a batch of rows and return its columns, as ``tokens.tokenise`` stores them.
 
@@ -310,6 +302,35 @@ class Answers(ABC):
             max_length: tokens, special ones included, to which an example is truncated.
         """
         return encode_texts(batch, tokenizer, max_length)
+
+    def tokens(self, split: Dataset, tokenizer: Processor, max_length: int) -> Dataset:
+        """Return the rows of a split as the model's inputs are made of them, with their ``length`` and ``label``.
+
+        Args:
+            split: the examples.
+            tokenizer: the model's tokenizer or image processor.
+            max_length: tokens to which an example is truncated.
+        """
+        return tokenise(split, tokenizer, max_length, self.encode)
+
+    def check_inputs(self, reference: str, model: PreTrainedModel, tokenizer: Processor, tokens: Dataset) -> None:
+        """Raise ``PeftlabError`` where the model's table of embeddings lacks a token.
+
+        Args:
+            reference: the model's reference, for the message.
+            model: the model that reads the tokens.
+            tokenizer: its tokenizer.
+            tokens: what ``tokens`` returned.
+        """
+        largest = max(largest_id(tokens), padding_token(tokenizer))
+        table, _ = embeddings_of(model)
+        embedded = None if table is None else len(table.get_parameter("weight"))  # CANINE hashes its characters
+        if embedded is not None and largest >= embedded:
+            token = tokenizer.convert_ids_to_tokens(largest)
+            raise PeftlabError(
+                f"{reference}: its tokenizer gives {token!r} the id {largest}, and the model has embeddings of "
+                f"{embedded} tokens"
+            )
 
     @abstractmethod
     def collate(self, tokenizer: PreTrainedTokenizerBase) -> Callable[[Sequence[Row]], dict[str, Tensor]]:

@@ -49,7 +49,7 @@ class Examples:
 
     Attributes:
         text: the sentence, or the first of a pair; the words of a sentence whose words have tags; what comes before
-            choices.
+            choices; the path of an image.
         text_pair: the second of a pair; a row's choices; None where the task has single sentences.
         label: what the model is to answer: the class index, the number, the indices of a row's classes or of its
             words' tags, or the place of the right choice; None where the split is unlabelled.
@@ -65,11 +65,14 @@ class Examples:
     def take(self, rows: Iterable[int]) -> Examples:
         """Return the examples at ``rows``, in that order."""
         rows = list(rows)
-        return Examples(
-            [self.text[row] for row in rows],  # type: ignore[arg-type]
-            None if self.text_pair is None else [self.text_pair[row] for row in rows],  # type: ignore[arg-type]
-            None if self.label is None else [self.label[row] for row in rows],  # type: ignore[arg-type]
-        )
+        columns = {name: values and [values[row] for row in rows] for name, values in vars(self).items()}
+        return type(self)(**columns)
+
+    def contents(self) -> Iterable[tuple[object, ...]]:
+        """Yield what each row contains, equal on every machine: texts and label."""
+        pairs = repeat(None) if self.text_pair is None else self.text_pair
+        labels = repeat(None) if self.label is None else self.label
+        return zip(self.text, pairs, labels, strict=False)
 
     def dataset(self) -> Dataset:
         """Return the examples as an in-memory dataset: ``text``, ``text_pair`` and ``label`` where they exist."""
@@ -105,11 +108,8 @@ def fingerprint(task: Task, splits: Mapping[str, Examples]) -> str:
     """
     digest = hashlib.sha256(json.dumps([task.name, task.labels]).encode())
     for name in sorted(splits):
-        split = splits[name]
-        pairs = repeat(None) if split.text_pair is None else split.text_pair
-        labels = repeat(None) if split.label is None else split.label
-        digest.update(json.dumps([name, len(split)]).encode())
-        for row in zip(split.text, pairs, labels, strict=False):
+        digest.update(json.dumps([name, len(splits[name])]).encode())
+        for row in splits[name].contents():
             digest.update(json.dumps(row).encode())
     return digest.hexdigest()
 
@@ -220,7 +220,7 @@ def load_own(task: Task, data: DataConfig, read: Read) -> tuple[Task, dict[str, 
     """
     if data.path is None:
         raise PeftlabError(f"task {task.name} needs data.path")
-    files = split_files(data.path)
+    files = split_files(data.path, images=task.image)
     whole = split_tables(files, data.validation, files)
     columns: Columns = resolve(task.columns)(data, whole["train"].columns)
     needed = {split: columns.needed(split, table) for split, table in whole.items()}

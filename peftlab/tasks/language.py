@@ -145,7 +145,7 @@ def prepare(task: Task, data: DataConfig, source: ModelSource, options: TaskOpti
     prompted_examples = held.get("test", held.get("validation", []))  # no checkpoint is chosen by its answers
     return TaskProblem(
         task=task,
-        tokenizer=tokenizer,
+        processor=tokenizer,
         model=model,
         fresh=fresh,
         train=train,

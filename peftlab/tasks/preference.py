@@ -75,7 +75,7 @@ def prepare(task: Task, data: DataConfig, source: ModelSource, options: TaskOpti
     answers = [(name, [s for row in rows for s in (row.chosen, row.rejected)]) for name, rows in sorted(splits.items())]
     return TaskProblem(
         task=task,
-        tokenizer=tokenizer,
+        processor=tokenizer,
         model=model,
         fresh=fresh,
         train=encoded(splits["train"]) if options.train and "train" in splits else Dataset.from_dict({}),

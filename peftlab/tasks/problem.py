@@ -11,16 +11,16 @@ from accelerate import PartialState
 from accelerate.utils import gather_object
 from datasets import Dataset
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import BaseImageProcessor, PreTrainedModel, PreTrainedTokenizerBase
 
 from peftlab.errors import PeftlabError
 from peftlab.models.config import BaseConfig
-from peftlab.models.load import eval_mode, load_base, load_tokenizer, position_limit, storage
+from peftlab.models.load import eval_mode, load_base, load_image_processor, load_tokenizer, position_limit, storage
 from peftlab.tasks.batches import Row
 from peftlab.tasks.generated import Contexts
 from peftlab.tasks.metrics import Analysis
 from peftlab.tasks.table import PreferenceObjective, Task
-from peftlab.untyped import Attributes, Function
+from peftlab.untyped import Attributes, Function, Processor
 
 Scores = dict[str, dict[str, float]]  # split to metric to value
 
@@ -42,6 +42,10 @@ class ModelSource:
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """Load the model's tokenizer."""
         return load_tokenizer(self.reference, revision=self.revision, trust_remote_code=self.trust_remote_code)
+
+    def image_processor(self) -> BaseImageProcessor:
+        """Load the model's image processor."""
+        return load_image_processor(self.reference, revision=self.revision, trust_remote_code=self.trust_remote_code)
 
     def model(
         self, auto_class: str, max_length: int, options: Attributes | None = None
@@ -113,8 +117,9 @@ class TrainingProblem:
 
     Attributes:
         model: the injected model; training puts the model with the best adapter in its place.
-        train: tokenised examples with a column ``length`` (tokens).
-        collate: rows to one padded batch of tensors, ``input_ids`` of shape [rows, longest] among them.
+        train: tokenised examples with a column ``length`` (tokens; an image counts 1).
+        collate: rows to one padded batch of tensors, among them ``input_ids`` of shape [rows, longest], or of images
+            alone ``pixel_values``.
         loss: (model, a batch) to the sum of the batch's losses, a scalar.
         denominator: indices of a global batch to what the sum of its losses is divided by: examples, or tokens.
         score: model to metrics by split, the deciding split first. It is called in eval mode, in every process.
@@ -167,6 +172,7 @@ class TaskProblem(TrainingProblem):
     Attributes:
         train: the tokenised training split; empty where there is none, or where ``TaskOptions`` did not want it.
         task: the row, with ``labels`` and ``text`` filled in from the data.
+        processor: what made inputs of the data, saved beside the adapter: the tokenizer, or the image processor.
         fresh: parameters that the checkpoint does not contain, newly initialised.
         held_out: tokenised splits to evaluate on, the deciding one first.
         mean_loss: model and a held-out split to its mean loss, without smoothing and class weights, in one process.
@@ -187,7 +193,7 @@ class TaskProblem(TrainingProblem):
 
     model: PreTrainedModel
     task: Task
-    tokenizer: PreTrainedTokenizerBase
+    processor: Processor
     fresh: list[str]
     held_out: dict[str, Dataset]
     mean_loss: Callable[[nn.Module, Dataset], float]

@@ -35,6 +35,7 @@ class Task:
         choices: whether the label is one of the row's own choices.
         found: the keys ``text`` and ``label`` of the ``data`` section that the recipe does not give, with the columns
             of a usual name that stand for them; empty until data is read.
+        image: whether a row is an image.
         labelled: whether a row has a class or a number; else it is text that a language model learns.
         token_loss: whether its loss is a sum over tokens, as ``train.packing`` and ``train.label_smoothing`` need.
         prompted: whether a row is a prompt and its answer, so that answers can be generated.
@@ -64,6 +65,7 @@ class Task:
     regression: bool = False
     choices: bool = False
     found: Mapping[str, list[str] | str] = field(default_factory=dict, compare=False)
+    image: bool = False
     trainable: bool = True
     labelled: bool = True
     token_loss: bool = False
@@ -149,6 +151,15 @@ _BUILT_IN = (
         columns="peftlab.tasks.data:choice_columns",
         load="peftlab.tasks.labelled_rows:load_choices",
     ),
+    Task(
+        "image/classification",
+        metrics=("accuracy", "f1"),
+        image=True,
+        answers="peftlab.tasks.images:ImageClass",
+        columns="peftlab.tasks.data:image_columns",
+        load="peftlab.tasks.images:load_images",
+        check="peftlab.tasks.table:check_rows",
+    ),
     _language("text/chat", token_loss=True, prompted=True, columns="peftlab.tasks.data:chat_columns"),
     _language("text/completion", token_loss=True, prompted=True, columns="peftlab.tasks.data:completion_columns"),
     _language("text/plain", token_loss=True, columns="peftlab.tasks.data:plain_columns"),
@@ -232,6 +243,11 @@ class DataConfig(Section):
         "text/tokens: the column of words; null: tokens. text/choice: what comes before the choices; "
         "null: context and prompt, where the file has them.",
     )
+    image: str | None = Field(
+        default=None,
+        description="image/classification: the column of the images' paths, from the file's directory; null: image. A "
+        "directory with a folder of images for each class has no columns.",
+    )
     messages: str | None = Field(
         default=None, description="text/chat: the column with the turns; null: recognised by the columns there are."
     )
@@ -262,7 +278,7 @@ class DataConfig(Section):
         description="Own task: the column with the label (class name or number); null: a column of a usual name, such "
         "as label or labels. text/multilabel: a list of labels, or "
         "a text with data.separator between them. text/tokens: a tag for each word; null: tags. text/choice: the right "
-        "choice's place, from 0, or its text; null: label.",
+        "choice's place, from 0, or its text; null: label. image/classification: null: label.",
     )
     labels: list[str] | None = Field(
         default=None,
@@ -320,9 +336,10 @@ class DataConfig(Section):
 
 Problem = tuple[tuple[str, ...], str]
 """The keys of a place in a recipe, and the message about it."""
-_TEXT_KEYS = ("path", "text", "label", "labels", "choices", "bins", "validation", "drop_missing")
+_TEXT_KEYS = ("path", "text", "image", "label", "labels", "choices", "bins", "validation", "drop_missing")
 _LANGUAGE_KEYS = ("messages", "prompt", "completion", "separator", "train_on", "too_long")
 _TAKES = {
+    "image/classification": {"image", "label"},
     "text/chat": {"messages", "prompt", "completion", "bins", "train_on", "too_long"},
     "text/completion": {"prompt", "completion", "separator", "bins", "train_on", "too_long"},
     "text/plain": {"text"},
@@ -355,7 +372,7 @@ def check_own(task: Task, data: DataConfig) -> list[Problem]:
     problems = _without_path(task, given)
     if task.regression and "bins" in given:
         problems.append((("data", "bins"), f"data.bins: makes classes, but task {task.name} learns a number"))
-    return problems + _not_taken(task, given & {*_LANGUAGE_KEYS, "labels", "choices"})
+    return problems + _not_taken(task, given & {*_LANGUAGE_KEYS, "image", "labels", "choices"})
 
 
 def check_rows(task: Task, data: DataConfig) -> list[Problem]:

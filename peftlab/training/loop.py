@@ -233,11 +233,12 @@ class Trainer:
         for group in self.optimiser.param_groups:
             group["lr"] = group["peak_lr"] * factor
         for weight, inputs in batch.parts:
-            *leading, longest = inputs["input_ids"].shape  # [rows, longest], or [rows, choices, longest]
+            *leading, longest = _shape(inputs)  # [rows, longest], or [rows, choices, longest]
             rows = math.prod(leading)
             kind = _step_kind(inputs, resting) + stage
             inputs = {key: value.to(accelerator.device, non_blocking=True) for key, value in inputs.items()}
-            where = f"at step {progress.step + 1}, with {rows} rows of {longest} tokens at once"
+            what = f"rows of {longest} tokens" if "input_ids" in inputs else "images"
+            where = f"at step {progress.step + 1}, with {rows} {what} at once"
             with memory_advice(where, training_changes(settings, rows, longest)), accelerator.accumulate(self.model):
                 with frozen(resting) if resting else nullcontext(), self.computing():
                     with self.meter.forward(kind):
@@ -309,10 +310,15 @@ class Trainer:
             saved()
 
 
+def _shape(inputs: Mapping[str, Tensor]) -> list[int]:
+    """Return the shape of a batch's tokens; of images alone, each of which counts 1, [rows, 1]."""
+    return list(inputs["input_ids"].shape) if "input_ids" in inputs else [len(inputs["pixel_values"]), 1]
+
+
 def _step_kind(inputs: Mapping[str, Tensor], resting: Collection[str]) -> str:
     """Return what the cost of a step depends on: shape, whether anything is padding, and which layers rest."""
     mask = inputs.get("attention_mask")
-    shape = "x".join(map(str, inputs["input_ids"].shape))
+    shape = "x".join(map(str, _shape(inputs)))
     padded = "" if mask is None or bool(mask.all()) else " padded"
     rest = sorted({layer_index(name) or 0 for name in resting})
     return shape + padded + (f" without {','.join(map(str, rest))}" if rest else "")
@@ -557,7 +563,7 @@ def training_changes(settings: TrainConfig, examples: int, longest: int) -> list
         changes.append(f"train.max_tokens={settings.max_tokens // 2} with train.max_length={length} or less")
     elif examples > 1:
         changes.append(f"train.batch_size={max(1, settings.batch_size // 2)}")
-    return [*changes, f"train.max_length={length}"] if not settings.max_tokens else changes
+    return [*changes, f"train.max_length={length}"] if longest > 1 and not settings.max_tokens else changes
 
 
 FIRST_STEPS = 2  # LoRA's A has no gradient in the first step, while B is zero

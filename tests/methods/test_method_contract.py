@@ -56,7 +56,7 @@ def test_output_at_start_is_the_base_models(method, architecture):
 
 # Method -> which of the model's own parameters it trains beside the task head.
 TRAINED: dict[str, Callable[[str], bool]] = {
-    "full": lambda name: True,
+    "full": lambda name: not name.endswith("mask_token"),  # which a classifier does not read
     "head": lambda name: False,
     "bitfit": lambda name: name.endswith("bias"),
     "houlsby": lambda name: "norm" in name.lower() or ".ln_" in name.lower(),
@@ -151,7 +151,9 @@ def test_state_dict_keys_are_stable(method, architecture, tmp_path):
     assert list(model.state_dict()) == keys
 
 
-@covering([(m, a) for m, a in COMBINATIONS if a not in ("albert", "mpnet")])  # transformers has none for these
+@covering(
+    [(m, a) for m, a in COMBINATIONS if a not in ("albert", "convnext", "mpnet")]
+)  # transformers has none for these
 def test_gradient_checkpointing_gives_the_same_gradients(method, architecture):
     model = trained(method, architecture)
     inputs, gradients = batch(architecture), []

@@ -94,14 +94,27 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any], str]] = {
          "image_size": 16, "patch_size": 8},
         "ViTForImageClassification",
     ),
+    "dinov2": (
+        "Dinov2Config",
+        {"hidden_size": D, "num_hidden_layers": LAYERS, "num_attention_heads": 4, "mlp_ratio": 2,
+         "image_size": 16, "patch_size": 8},
+        "Dinov2ForImageClassification",
+    ),
+    "convnext": (
+        "ConvNextConfig",
+        {"num_stages": 2, "hidden_sizes": [16, D], "depths": [1, 1], "patch_size": 2},
+        "ConvNextForImageClassification",
+    ),
 }  # fmt: skip
 
+IMAGES = ("vit", "dinov2", "convnext")
 NO_BIASES = ("gemma", "llama", "mistral", "mixtral", "modernbert", "phi3", "qwen3", "t5")
 COMBINATIONS = [
     (method, architecture)
     for method in METHODS
     for architecture in ARCHITECTURES
     if not (method == "bitfit" and architecture in NO_BIASES)
+    and (method, architecture) != ("houlsby", "convnext")  # which has no attention, and is refused
 ]
 
 
@@ -128,7 +141,7 @@ def batch(architecture: str, n: int = BATCH) -> dict[str, Tensor]:
     """Return inputs and labels."""
     generator = torch.Generator().manual_seed(1)
     labels = torch.randint(0, LABELS, (n,), generator=generator)
-    if architecture == "vit":
+    if architecture in IMAGES:
         return {"pixel_values": torch.randn(n, 3, 16, 16, generator=generator), "labels": labels}
     ids = torch.randint(5, 97, (n, TOKENS), generator=generator)
     ids[:, -1] = 2  # the end token that T5 and BART classify by
