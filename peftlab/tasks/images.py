@@ -22,7 +22,7 @@ from peftlab.errors import PeftlabError, reason
 from peftlab.files import open_regular, typed_value
 from peftlab.models.load import eval_mode
 from peftlab.tasks.batches import Row
-from peftlab.tasks.data import Fault, Table, is_missing, label_indices, names, refuse
+from peftlab.tasks.data import Columns, Fault, Table, is_missing, label_indices, names, refuse
 from peftlab.tasks.labelled import OneClass
 from peftlab.tasks.labelled_rows import Examples, load_own, refuse_faulty_rows
 from peftlab.tasks.problem import ModelSource
@@ -150,8 +150,10 @@ def load_images(
         classes: a trained model's class names in label order; the files may lack some of them but contain no others.
     """
 
-    def read(tables: Mapping[str, Table], faults: list[Fault]) -> tuple[dict[str, Examples], Sequence[str]]:
-        image, label = data.image or "image", data.label or "label"
+    def read(
+        tables: Mapping[str, Table], columns: Columns, faults: list[Fault]
+    ) -> tuple[dict[str, Examples], Sequence[str]]:
+        (image,), (label,) = columns.inputs, columns.labels
         found = {split: image_paths(table, image, faults) for split, table in tables.items()}
         labelled = {split: table for split, table in tables.items() if label in table.columns}
         spelled = {split: [[name] for name in names(table, label, faults)] for split, table in labelled.items()}
