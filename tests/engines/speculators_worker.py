@@ -44,7 +44,8 @@ def load(directory):
     model = model_class.from_pretrained(directory, config=config, dtype=torch.float32).eval()
     # Embeddings that a file leaves to the target would stay uninitialised: speculators 0.9.0 looks for NaN, with which
     # transformers 5 no longer lets them begin.
-    model._load_verifier_weights(overwrite_embed_tokens="embed_tokens.weight" not in load_file(weights))
+    if kind != "mtp":  # which fills them with NaN itself, has loaded them, and dropped what it does not need
+        model._load_verifier_weights(overwrite_embed_tokens="embed_tokens.weight" not in load_file(weights))
     return kind, model
 
 
