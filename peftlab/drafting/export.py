@@ -7,7 +7,7 @@ vllm          a plain directory, for the speculative method ``draft_model``, wit
               ``draft_model`` drafts with in one pass
 sglang        a plain directory, for the algorithm ``STANDALONE``; eagle3 for ``EAGLE3``; dflash for ``DFLASH``;
               gated_lora for ``UNO``
-speculators   eagle3 and dflash, for its own classes
+speculators   eagle3, dflash and a target's own mtp layer, for its own classes
 llama.cpp     a GGUF file: a plain model for ``draft-simple``; eagle3 for ``draft-eagle3``; dflash for ``draft-dflash``
 stitched      a copy of the target with its own mtp layer, tuned, for vllm's ``mtp`` and sglang's ``NEXTN``
 ============  ==========================================================
@@ -90,7 +90,7 @@ def export_draft(
             difference = found.write(target, staging, gamma)
         return ExportedDraft(out, consumer, found.command(served, os.path.abspath(out), gamma), difference)
     if consumer not in CONSUMERS:
-        what = {STITCHED: "a target's own mtp layer", SPECULATORS: "eagle3 and dflash drafts"}[consumer]
+        what = {STITCHED: "a target's own mtp layer", SPECULATORS: "eagle3, dflash and own mtp drafts"}[consumer]
         raise PeftlabError(f"--for {consumer}: {place} is a model of its own; {consumer} is for {what}")
     plain, common = found, None
     command = CONSUMERS[consumer](target, out, gamma)
@@ -182,7 +182,7 @@ def served_reference(target: str, consumer: str) -> str:
     """
     place = locate(target)
     if isinstance(place, Path) and place.is_file():
-        name = {"vllm": "vLLM", "sglang": "SGLang"}[consumer]
+        name = {"vllm": "vLLM", "sglang": "SGLang"}.get(consumer, consumer)
         raise PeftlabError(
             f"--for {consumer}: the target {target} is a GGUF file, which {name} without a plugin does not load; load "
             "it with from_pretrained(..., gguf_file=...), save_pretrained it to a directory and name that"

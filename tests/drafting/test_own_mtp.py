@@ -230,6 +230,18 @@ def test_stitched_only_the_layer_differs(name: str, place: Path, target: Any, ne
     again, _ = read_own_layer(find_own_layer(str(tmp_path / "out"), target.config, ""), target)
     for one, other in zip(back.mtp_layers.state_dict().values(), again.mtp_layers.state_dict().values(), strict=True):
         assert torch.equal(one, other)
+    if name in QWEN:
+        alone = export_draft(draft, tmp_path / "speculators", "speculators", str(place), gamma=5)
+        assert alone.command == f"speculators stitch-mtp {tmp_path / 'speculators'} {place}"
+        config, first = (json.loads((at / "config.json").read_text()) for at in (tmp_path / "speculators", draft))
+        decoding = config.pop("speculators_config")
+        assert decoding["verifier"]["name_or_path"] == str(place)
+        assert decoding["proposal_methods"][0]["speculative_tokens"] == 5
+        first.pop("speculators_config")
+        assert config == first and "draft_vocab_size" not in config
+    else:
+        with pytest.raises(PeftlabError, match=r"knows such layers of qwen3_next, .* is of a "):
+            export_draft(draft, tmp_path / "speculators", "speculators", str(place))
     with pytest.raises(PeftlabError, match=r"--for stitched writes a copy of the target"):
         export_draft(draft, tmp_path / "other", "vllm", str(place))
 

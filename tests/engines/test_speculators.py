@@ -173,7 +173,9 @@ def test_its_stitched_target_is_ours(
 ) -> None:
     place, draft, _ = tuned[name]
     export_draft(draft, tmp_path / "ours", "stitched", str(place))
-    command = [SPECULATORS.with_name("speculators"), "stitch-mtp", draft, place, "--output-path", tmp_path / "theirs"]
+    export_draft(draft, tmp_path / "mtp", "speculators", str(place))
+    stitch = [SPECULATORS.with_name("speculators"), "stitch-mtp", tmp_path / "mtp", place]
+    command = [*stitch, "--output-path", tmp_path / "theirs"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     ours, theirs = stored_tensors(tmp_path / "ours"), stored_tensors(tmp_path / "theirs")
