@@ -124,7 +124,8 @@ class Phase:
         parts = [f"{self.unit} {self.done:,}/{self.total:,} ({100 * self.done / max(1, self.total):.0f} %)"]
         parts += [self._values] if self._values else []
         if made:
-            parts += [] if self._values else [f"{per_second(made / spent)} {self.unit}s/s"]
+            units = f"{self.unit}es" if self.unit.endswith("h") else f"{self.unit}s"
+            parts += [] if self._values else [f"{per_second(made / spent)} {units}/s"]
             parts += [f"{duration(spent / made * (self.total - self.done))} left"]
         return f"{self.what}: {', '.join(parts)}"
 

@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 def acceptance_rate(p: Tensor, q: Tensor) -> Tensor:
     """Return α = Σ min(p, q) = 1 - TV(p, q) = E_q[min(1, p/q)]: [..., V], [..., V] -> [...].
 
-    Computed as 1 - ½·Σ|p - q|, which is exactly 1 where both are the same.
+    Computed as 1 - ½·Σ|p - q|, which is exactly 1 where both are the same, and at least 0.
 
     Args:
         p, q: [..., V], distributions of target and draft.
     """
-    return 1 - (p - q).abs().sum(-1) / 2
+    return (1 - (p - q).abs().sum(-1) / 2).clamp_min(0)  # Σp and Σq are rounded, and may exceed 1
 
 
 def vocabulary_cap(p: Tensor, draft_vocabulary: Tensor) -> Tensor:
