@@ -55,6 +55,8 @@ gamma: 3
 DRAFTS = {
     "eagle3": ("{kind: eagle3, steps: 2}", "null"),
     "eagle3 of few tokens": ("{kind: eagle3, steps: 2, vocabulary: 256}", "null"),
+    "dflash": ("{kind: dflash, block_size: 4}", "null"),
+    "dflash of few tokens, in a window": ("{kind: dflash, block_size: 4, vocabulary: 256, window: 16}", "null"),
     "model": ("{kind: model, truncate: {layers: [0, 5]}}", "{name: full}"),
     "pard": ("{kind: pard}", "{name: full}"),
     "early_exit": ("{kind: early_exit, exits: [4]}", "{name: full}"),

@@ -73,7 +73,35 @@ def mtp(model, inputs):
     return torch.cat(found)
 
 
-LOGITS = {"eagle3": eagle3, "mtp": mtp}  # type -> function of a model and tensors by name to logits
+def block(model, inputs):
+    """Return the logits of blocks, and beside them what a confidence head says, [anchors, B, V_d or V_d + 1].
+
+    Args:
+        inputs: ``features`` [n, F], ``ids`` [n], ``anchors`` [anchors], rising, at least a block from the end.
+    """
+    found = []
+
+    def capture(logits, targets, *rest, **settings):
+        found.extend(
+            [logits, *(each[..., None] for each in rest[:1] if model.config.speculators_model_type == "dspark")]
+        )
+        return torch.zeros(()), {}
+
+    sys.modules[type(model).__module__].compute_metrics = capture  # what the class calls with its logits
+    features, ids, anchors = inputs["features"][None], inputs["ids"][None], inputs["anchors"]
+    mask = torch.zeros_like(ids)
+    mask[:, anchors] = 1
+    last = torch.zeros(*ids.shape, model.hidden_size)
+    model(features, ids, mask, last, torch.zeros_like(ids), max_anchors=len(anchors))
+    return torch.cat([each for each in found if each is not None], -1).view(len(anchors), model.block_size, -1)
+
+
+LOGITS = {
+    "eagle3": eagle3,
+    "mtp": mtp,
+    "dflash": block,
+    "dspark": block,
+}  # type -> function of a model and tensors by name to logits
 
 for job in json.load(sys.stdin):
     if "options" in job:

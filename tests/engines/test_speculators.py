@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import subprocess
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,8 @@ import torch
 import transformers
 from torch import Tensor
 
+from peftlab.drafting.block import DFlash, read_dflash, write_dflash
+from peftlab.drafting.block_files import BlockShape
 from peftlab.drafting.eagle import Eagle3, read_eagle, write_eagle
 from peftlab.drafting.export import export_draft
 from peftlab.drafting.mtp import find_own_layer, read_own_layer, write_mtp
@@ -35,6 +37,17 @@ WRITTEN: dict[str, dict[str, Any]] = {
     "eagle3 without flags": {"norm_before_residual": False, "norm_before_fc": False, "norm_output": False},
     "eagle3 with fc_norm": {"norm_before_fc": False, "fc_norm": True},
     "eagle3 of few tokens": {"draft_vocab_size": 100},
+    "eagle3 with a layer of a Qwen3": {"draft_arch": "qwen3"},
+}
+BLOCKS: dict[str, dict[str, Any]] = {
+    "dflash": {},
+    "dflash of few tokens": {},
+    "dflash with a window": {"window": 2048},  # longer than the text: speculators counts another row of a window
+}
+BLOCKS_WRITTEN: dict[str, dict[str, Any]] = {
+    "dflash by its defaults": {},
+    "dflash with full attention": {"full_attention_indices": [0, 1]},
+    "dflash of few tokens": {"draft_vocab_size": 100},
 }
 
 
@@ -47,6 +60,7 @@ def inputs(target: Path) -> dict[str, Tensor]:
         "features": torch.randn(LENGTH, len(FEATURES) * config.hidden_size, generator=g),
         "ids": torch.randint(3, config.vocab_size, (LENGTH,), generator=g),
         "steps": torch.arange(STEPS),
+        "anchors": torch.tensor([0, 3, 5]),
     }
 
 
@@ -180,3 +194,72 @@ def test_its_stitched_target_is_ours(
     assert done.returncode == 0, done.stderr[-3000:]
     ours, theirs = stored_tensors(tmp_path / "ours"), stored_tensors(tmp_path / "theirs")
     assert ours.keys() == theirs.keys() and all(torch.equal(theirs[key], tensor) for key, tensor in ours.items())
+
+
+@torch.no_grad()
+def block_logits(directory: Path, model: Any, inputs: dict[str, Tensor]) -> Tensor:
+    """Return the logits of the tokens that blocks draft, [anchors, P, V_d]."""
+    network = read_dflash(directory, input_embedding(model), head_weight(model))
+    batch = (inputs[name][None] for name in ("features", "ids", "anchors"))
+    return network.logits(network.drafts(*batch)[0])
+
+
+def assert_blocks_close(ours: Tensor, theirs: Tensor) -> None:
+    """Assert that logits of drafted tokens are equal; the row of an anchor drafts none."""
+    assert ours.std() > 0.1
+    torch.testing.assert_close(ours, theirs[:, 1:], atol=1e-5, rtol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def exported_blocks(
+    speculators: Any, target: Path, model: Any, inputs: dict[str, Tensor], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """The logits of each draft of ``BLOCKS``, here and in speculators."""
+    root = tmp_path_factory.mktemp("blocks")
+    jobs, ours = [], []
+    for name, sizes in BLOCKS.items():
+        torch.manual_seed(0)
+        tokens = torch.arange(3, model.config.vocab_size, 3) if "few tokens" in name else None
+        shape = asdict(shape_for(model.config, FEATURES)) | {"head_norms": True, "layers": 2, "block_size": 5}
+        head = head_weight(model) if tokens is None else head_weight(model)[tokens]
+        network = DFlash(BlockShape(**shape | {"mask_token": 2} | sizes), input_embedding(model), head, tokens)
+        with torch.no_grad():
+            for parameter in network.parameters():
+                if parameter.dim() == 1:
+                    parameter.uniform_(0.5, 1.5)
+        (root / name).mkdir()
+        write_dflash(network, root / name, target=str(target), architecture="LlamaForCausalLM")
+        export_draft(root / name, root / "exported" / name, "speculators", str(target))
+        ours.append(block_logits(root / name, model, inputs))
+        jobs.append({"directory": str(root / "exported" / name)})
+    return dict(zip(BLOCKS, zip(ours, speculators(jobs, inputs), strict=True), strict=True))
+
+
+@pytest.mark.shows("speculators", "draft: {name}", "peftlab's logits within 1e-5")
+@pytest.mark.parametrize("name", BLOCKS)
+def test_an_exported_block_draft(name: str, exported_blocks: dict[str, tuple[Tensor, Tensor]]) -> None:
+    assert_blocks_close(*exported_blocks[name])
+
+
+@pytest.fixture(scope="module")
+def written_blocks(
+    speculators: Any, target: Path, model: Any, inputs: dict[str, Tensor], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """The logits of each draft of ``BLOCKS_WRITTEN``, here and in speculators."""
+    root = tmp_path_factory.mktemp("written_blocks")
+    torch.save(dict.fromkeys(range(3, model.config.vocab_size, 3), 1), root / "token_freq.pt")
+    common = {"speculator_type": "dflash", "verifier_name_or_path": str(target), "target_layer_ids": list(FEATURES)}
+    common |= {"token_freq_path": str(root / "token_freq.pt"), "data_path": str(root)}
+    common |= {"mask_token_id": 2, "block_size": 5, "num_layers": 2}
+    jobs = [{"directory": str(root / name), "options": common | options} for name, options in BLOCKS_WRITTEN.items()]
+    there = speculators(jobs, inputs)
+    return {
+        name: (block_logits(root / name, model, inputs), logits)
+        for name, logits in zip(BLOCKS_WRITTEN, there, strict=True)
+    }
+
+
+@pytest.mark.shows("speculators", "written by its trainer: {name}", "read here: its logits within 1e-5")
+@pytest.mark.parametrize("name", BLOCKS_WRITTEN)
+def test_a_block_draft_that_speculators_wrote(name: str, written_blocks: dict[str, tuple[Tensor, Tensor]]) -> None:
+    assert_blocks_close(*written_blocks[name])
