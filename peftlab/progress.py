@@ -33,7 +33,7 @@ _last_line = 0.0
 class Phase:
     """A part of a command, whose block shows that it runs and, where its work is counted, how far it is.
 
-    A line announces the outermost phase; one within its block is named by the bar, or by the lines that follow.
+    Lines announce and end the outermost phase; one within its block is named by the bar, or by the lines between.
 
     Args:
         what: in words, such as ``reading data``.
@@ -91,7 +91,7 @@ class Phase:
             outer.unpause()  # the time of this phase does not count towards the time of the outer one's units
             outer.set_description(refresh=False)
             outer.clear()  # for lines that follow
-        if kind is None and (took := time.monotonic() - self._began) > LONG:
+        if kind is None and self._outer is None and (took := time.monotonic() - self._began) > LONG:
             _write(f"{self.what}: took {duration(took)}")
 
     def advance(self, units: int = 1, values: str = "") -> None:

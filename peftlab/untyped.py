@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias, TypeVar
 
 ResultT = TypeVar("ResultT")
@@ -29,6 +29,9 @@ Attributes: TypeAlias = dict[str, Any]
 
 Unpickled: TypeAlias = Any
 """The contents of a pickle of tensors, numbers, texts and containers: their types are known to its writer alone."""
+
+JsonObject: TypeAlias = Mapping[str, Any]
+"""An object within a results.json: the types of its values are known to its writer alone."""
 
 Converter: TypeAlias = Any
 """One of transformers' weight converters: its methods take tensors too, where their annotations want futures."""

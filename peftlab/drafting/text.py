@@ -327,14 +327,6 @@ class Repetition:
     seen: float | None
     repeated: float | None
 
-    def line(self) -> str:
-        """Return both shares as a sentence."""
-        parts = (
-            (self.seen, f"of their {_SEEN}-grams occur in the training text"),
-            (self.repeated, f"of their {_REPEATED}-grams repeat an earlier one of the same answer"),
-        )
-        return "held-out answers: " + ", ".join(f"{100 * share:.1f} % {of}" for share, of in parts if share is not None)
-
 
 def repetition(train: Dataset, held_out: Dataset) -> Repetition:
     """Return how much of the held-out answers is repetition.

@@ -332,9 +332,6 @@ def _run(recipe: DraftRecipe, directory: Claim, resume: bool, device: str) -> Dr
                 after_speed = decoding_speed(recipe, served, sets.prompts[:_AFTER], draft.eos, head, draft.tokenizer)
             results.decoding = Decoding(before_speed, after_speed, recipe.gamma)
         write_and_print_results(run_dir, results.as_json())
-        print(results.repetition.line())
-        print(f"acceptance {results.baseline_score:.4f} before, {results.score:.4f} after")
-        print(_decoding_lines(before_speed, after_speed))
     accelerator.wait_for_everyone()
     return results
 
@@ -774,16 +771,3 @@ def _scores_line(scores: Scores) -> str:
         f"{split} " + ", ".join(f"{name} {value:.4f}" for name, value in rates.items())
         for split, rates in scores.items()
     )
-
-
-def _decoding_lines(before: DecodingSpeed | None, after: DecodingSpeed) -> str:
-    """Return a line each on the measured speed, where the time went, and the best draft length."""
-    earlier = f", {before.block_efficiency:.2f} before training" if before else ""
-    rates = f"{after.tokens_per_second:.1f} against {after.plain_tokens_per_second:.1f} tokens/s"
-    sentence = (
-        f"greedy decoding with the draft: {after.verdict}; {rates}, {after.block_efficiency:.2f} tokens per "
-        f"target step{earlier}"
-    )
-    beside = ", ".join(f"{name} {rate:.2f}x" for name, rate in after.beside.items())
-    sentence += f"\nwithout the draft, and with both: {beside}"
-    return "\n".join([sentence, *(part.line() for part in (after.time, after.gain) if part is not None)])

@@ -93,7 +93,7 @@ class FinetuneResults:
         baseline_metrics: all metrics of the baseline.
         trainable_parameters: parameters that required a gradient.
         total_parameters: all parameters, the adapter's included.
-        train_seconds: wall time of training, evaluations included.
+        train_seconds: wall time of training, without evaluations.
         examples_per_second: training examples per second.
         tokens_per_second: training tokens per second, without padding.
         padding_share: share of the tokens in training batches that were padding.

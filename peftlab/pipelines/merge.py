@@ -38,7 +38,7 @@ _CPU = torch.device("cpu")
 EXAMPLES = 16  # examples on which merged and unmerged model are compared
 COMPARING = "comparing merged and unmerged model"
 ROUNDS = 5  # timed passes over the inputs, for each model
-TIMING = "timing base, merged and unmerged model"
+TIMING = "timing base, merged and unmerged"
 
 # The inputs of the comparison where no recipe names data.
 SAMPLES = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import textwrap
 import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from rich.text import Text
 from peftlab.errors import PeftlabError
 from peftlab.progress import duration, per_second
 from peftlab.tasks.table import HIGH, LOW
+from peftlab.untyped import JsonObject
 
 if TYPE_CHECKING:
     from huggingface_hub import EvalResult
@@ -27,11 +29,7 @@ if TYPE_CHECKING:
 Results = Mapping[str, object]
 """The contents of ``results.json``; its keys are the fields of ``FinetuneResults`` and ``DraftResults``."""
 
-_HEADLINE = frozenset({"task", "method", "metric", "score", "baseline_score", "baseline_metrics", "metrics"})
-_SHOWN_ELSEWHERE = frozenset(
-    {"merge", "classes", "generate", "generate_before", "by_class", "confusion", "points", "hardest", "last_metrics"}
-)
-_CONSTANT_SCORED = frozenset({"pearson", "spearman", "mse", "mae"})
+_CONSTANT_SCORED = frozenset({"pearson", "spearman"})
 
 
 def number(value: object) -> str:
@@ -80,16 +78,25 @@ def percent(share: float) -> str:
 
 
 def size(count: float) -> str:
-    """Return a number of bytes in its unit: ``308306432`` gives ``308 MB``."""
-    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= factor:
-            return f"{count / factor:.3g} {unit}"
-    return f"{count:.0f} B"
+    """Return a number of bytes in its unit: ``308306432`` gives ``308 MB``, ``2180000000`` gives ``2.2 GB``."""
+    return _in_unit(count, {"GB": 1e9, "MB": 1e6, "kB": 1e3, "B": 1.0})
+
+
+def flops(count: float) -> str:
+    """Return a number of floating-point operations in its unit: ``8907034558464`` gives ``8.9 TFLOPs``."""
+    return _in_unit(count, {"PFLOPs": 1e15, "TFLOPs": 1e12, "GFLOPs": 1e9, "MFLOPs": 1e6, "FLOPs": 1.0})
+
+
+def _in_unit(count: float, units: Mapping[str, float]) -> str:
+    """Return a number in the largest unit that it has one of, below 100 with a decimal."""
+    unit = next((unit for unit, factor in units.items() if count >= factor), list(units)[-1])
+    value = count / units[unit]
+    return f"{value:.{1 if value < 100 and units[unit] > 1 else 0}f} {unit}"
 
 
 _COSTS = {
-    "forward_flops": "forward FLOPs",
-    "backward_flops": "backward FLOPs",
+    "forward_flops": "forward",
+    "backward_flops": "backward",
     "kept_bytes": "kept for backward",
     "optimizer_bytes": "gradients and optimiser",
     "kv_bytes_per_token": "KV cache per token",
@@ -99,41 +106,12 @@ _COSTS = {
 def costs(cost: Mapping[str, object]) -> dict[str, str]:
     """Return label and text of each value of a ``Cost``; one that is None has no row."""
     known = {name: (key, value) for key, name in _COSTS.items() if (value := as_float(cost.get(key))) is not None}
-    return {
-        name: f"{value:,}" if key.endswith("flops") else f"{size(value)} ({value:,} B)"
-        for name, (key, value) in known.items()
-    }
+    return {name: flops(value) if key.endswith("flops") else size(value) for name, (key, value) in known.items()}
 
 
 def threads(count: object) -> str:
     """Return a number of threads: ``1 thread``, ``2 threads``."""
     return f"{count} thread{'' if count == 1 else 's'}"
-
-
-def _decoding(decoding: Mapping[str, object]) -> dict[str, str]:
-    """Return label and text of how fast a draft run's result decodes; its plots and its example are shown elsewhere."""
-    after, before = decoding.get("after"), decoding.get("before")
-    if not isinstance(after, Mapping):
-        return {}
-    rates = {"with the draft": after.get("tokens_per_second"), "plain": after.get("plain_tokens_per_second")}
-    tau = {
-        "": after.get("block_efficiency"),
-        "drafted ones": after.get("tau_without_bonus"),
-        "before training": before.get("block_efficiency") if isinstance(before, Mapping) else None,
-    }
-    rows = {"decoding with the draft": str(after.get("verdict")), "drafted per target step": number(decoding["gamma"])}
-    rows["decoding, tokens/s"] = ", ".join(f"{per_second(value)} {name}" for name, value in _reals(rates).items())
-    rows["tokens per target step"] = ", ".join(f"{value:.2f} {name}".strip() for name, value in _reals(tau).items())
-    if (accepted := as_float(after.get("accepted"))) is not None:
-        rows["accepted of the drafted tokens tried"] = percent(accepted)
-    rows["outputs are plain decoding's"] = number(after.get("lossless"))
-    if isinstance(others := after.get("beside"), Mapping):
-        rows["speed-up of other drafters"] = ", ".join(f"{name} {value:.2f}x" for name, value in _reals(others).items())
-    if isinstance(gain := after.get("gain"), Mapping) and (best := as_float(gain.get("best_gain"))) is not None:
-        rows["best draft length"] = f"{gain.get('best_gamma')}, {best:.2f}x" if gain.get("best_gamma") else "none pays"
-    if isinstance(time := after.get("time"), Mapping):
-        rows["time of decoding"] = ", ".join(f"{name} {percent(value)}" for name, value in _reals(time).items())
-    return rows
 
 
 def decoding_after_training(results: Results) -> Mapping[str, object]:
@@ -189,6 +167,7 @@ class Score:
 
     Attributes:
         name: in words, with the split.
+        split: the split's key.
         metric: its key.
         value: at the best evaluation.
         baseline: of the first split alone.
@@ -196,27 +175,23 @@ class Score:
     """
 
     name: str
+    split: str
     metric: str
     value: float
     baseline: float | None
     last: float | None
 
-    def comparison(self) -> str:
-        """Return baseline and last value as text; empty without one, or where the last is the best."""
-        known = {"baseline": self.baseline, "last": self.last if self.last != self.value else None}
-        return ", ".join(f"{name} {number(value)}" for name, value in known.items() if value is not None)
-
 
 def scores(results: Results) -> list[Score]:
     """Return every number in ``metrics``."""
-    baselines, last = results.get("baseline_metrics"), dict(flatten(results.get("last_metrics") or {}))
+    baselines, last = (dict(flatten(results.get(f"{name}_metrics") or {})) for name in ("baseline", "last"))
     first, rows = _first_split(results), []
     for place, value in flatten(results.get("metrics") or {}):
         split, _, metric = place.rpartition(".")
-        known = baselines.get(metric) if isinstance(baselines, Mapping) and split == first else None
+        known = baselines.get(place, baselines.get(metric) if split == first else None)
         if (score := as_float(value)) is not None:
             name = score_name(metric, split, results)
-            rows.append(Score(name, metric, score, as_float(known), as_float(last.get(place))))
+            rows.append(Score(name, split, metric, score, as_float(known), as_float(last.get(place))))
     return rows
 
 
@@ -274,55 +249,162 @@ def answer_scores(results: Results) -> dict[str, str]:
     }
 
 
-def details(results: Results) -> dict[str, str]:
-    """Return label and text of everything in ``results`` that is shown nowhere else.
+@dataclass(frozen=True)
+class Headline:
+    """What a run is about: its score, or of a draft how much faster decoding is with it.
 
-    Absent or null values have no row. Keys without a sentence of their own come last, under their own name.
+    Attributes:
+        name: what was measured.
+        value: the number.
+        rest: what follows it in the same line.
+        beneath: label and text of what it is to be read with.
     """
-    shown_elsewhere = _HEADLINE | _SHOWN_ELSEWHERE
-    rest = {key: value for key, value in results.items() if key not in shown_elsewhere and value is not None}
-    rows: dict[str, str] = {}
 
-    def take(key: str) -> float | None:
-        """Remove and return the number of a key; None if there is none."""
-        value = as_float(rest.get(key))
-        if value is not None:
-            del rest[key]
-        return value
+    name: str
+    value: str
+    rest: str
+    beneath: dict[str, str]
 
-    trainable, total = (as_float(rest.get(key)) for key in ("trainable_parameters", "total_parameters"))
-    if trainable is not None and total is not None:
-        del rest["trainable_parameters"], rest["total_parameters"]
-        rows["trainable parameters"] = f"{trainable:,} of {total:,} ({percent(trainable / max(total, 1))})"
-    if (seconds := take("train_seconds")) is not None:
-        rows["training time"] = duration(seconds)
-    speeds = (("examples_per_second", "examples/s"), ("tokens_per_second", "tokens/s"))
-    throughput = [f"{per_second(value)} {unit}" for key, unit in speeds if (value := take(key)) is not None]
-    if throughput:
-        rows["throughput"] = ", ".join(throughput)
-    if (share := take("padding_share")) is not None:
-        rows["padding"] = percent(share)
-    if (memory := take("peak_rss_mb")) is not None:
-        rows["peak memory"] = f"{memory:,.0f} MB"
-    if (whole := take("total_seconds")) is not None:
-        rows["whole run"] = duration(whole)
-    if (step := take("best_step")) is not None:
-        steps = take("steps")
-        rows["best step"] = number(step) + ("" if steps is None else f" of {number(steps)}")
-    if (rate := take("lr")) is not None:
-        rows["learning rate"] = f"{rate:g}"
-    if isinstance(cpu := rest.pop("cpu", None), Mapping):
-        rows["CPU"] = f"{cpu.get('name')}, {threads(cpu.get('threads'))} ({', '.join(cpu.get('features') or ())})"
-    if "seed" in rest:
-        rows["seed"] = str(rest.pop("seed"))
-    if isinstance(cost := rest.pop("cost", None), Mapping):
-        rows |= costs(cost)
-    if isinstance(decoding := rest.pop("decoding", None), Mapping):
-        rows |= _decoding(decoding)
-    left_out = rest.pop("left_out", None)
-    if isinstance(left_out, Mapping):
-        rows |= {f"left out ({reason})": f"{number(count)} rows" for reason, count in left_out.items() if count}
-    return rows | {label(key): number(value) for key, value in flatten(rest)}
+
+def headline(results: Results, times: str = "x") -> Headline:
+    """Return the headline of a run.
+
+    Args:
+        results: the contents of ``results.json``.
+        times: the sign of a factor; the terminal's is ASCII.
+    """
+    metric, baseline = str(results["metric"]), results.get("baseline_score")
+    score, after = number(results["score"]), decoding_after_training(results)
+    if (speedup := as_float(after.get("speed_up"))) is None:
+        compared = {} if baseline is None else {baseline_name(metric): f"{number(baseline)} ({gain(results)})"}
+        return Headline(label(metric), score, "", compared)
+    interval, conditions = after.get("speed_up_interval"), after.get("conditions")
+    ends = f" ({interval[0]:.2f} to {interval[1]:.2f})" if isinstance(interval, list | tuple) else ""
+    beneath = {label(metric): score if baseline is None else f"{score} ({number(baseline)} before training)"}
+    if isinstance(conditions, Mapping) and conditions.get("doubts"):
+        beneath["uncertain"] = f"the machine was busy: {', '.join(map(str, conditions['doubts']))}"
+    return Headline("decoding with the draft", f"{speedup:.2f}{times}", f"plain decoding{ends}", beneath)
+
+
+def summary(results: Results, times: str = "x") -> dict[str, str]:
+    """Return label and text of what is asked first about a run, beside its headline; all else is in results.json.
+
+    Args:
+        results: the contents of ``results.json``.
+        times: the sign of a factor; the terminal's is ASCII.
+    """
+    own = _draft_summary(results, times) if "draft" in results else _finetune_summary(results, times)
+    last = dict(flatten(results.get("last_metrics") or {})).get(f"{_first_split(results)}.{results['metric']}")
+    cpu, cost = _mapping(results.get("cpu")), _reals(_mapping(results.get("cost")))
+    passes = cost.get("forward_flops", 0) + cost.get("backward_flops", 0)
+    memory = {"": results.get("peak_rss_mb"), " on the GPU": results.get("peak_gpu_mb")}
+    trained, total, seconds, whole, speed = (
+        as_float(results.get(key))
+        for key in ("trainable_parameters", "total_parameters", "train_seconds", "total_seconds", "tokens_per_second")
+    )
+    rows = {
+        **own,
+        "parameters": ""
+        if trained is None or total is None
+        else f"{trained:,} of {total:,} trained ({percent(trained / max(total, 1))})",
+        "best step": _joined(
+            f"{number(results['best_step'])} of {number(results.get('steps'))}" if results.get("steps") else "",
+            f"{number(last)} at the last" if last not in (None, results["score"]) else "",
+            f"learning rate {rate:g}" if (rate := as_float(results.get("lr"))) is not None else "",
+        ),
+        "training": _joined(
+            duration(seconds) if seconds is not None else "",
+            f"{per_second(speed)} tokens/s" if speed is not None else "",
+            f"{duration(whole)} in all" if whole else "",
+        ),
+        "cost": _joined(
+            flops(passes) if passes else "",
+            *(f"{size(value * 2**20)} of memory{place}" for place, value in _reals(memory).items()),
+        ),
+        "processor": f"{cpu['name']}, {threads(cpu.get('threads'))}" if cpu else "",
+    }
+    return {name: text for name, text in rows.items() if text}
+
+
+def _finetune_summary(results: Results, times: str) -> dict[str, str]:
+    """Return the rows of a finetuned model: other scores, answers, data, the merge."""
+    others: dict[str, list[str]] = {}
+    for score in other_scores(results):
+        others.setdefault(score.split, []).append(f"{label(score.metric)} {number(score.value)}")
+    merge, latency, said, losses, chosen = (
+        _mapping(results.get(key)) for key in ("merge", "latency", "sample", "merge_losses", "selection")
+    )
+    left_out, agreement = sum(_mapping(results.get("left_out")).values()), as_float(merge.get("argmax_agreement"))
+    return {
+        "other metrics": _joined(*others.pop(_first_split(results), [])),
+        "other splits": "; ".join(f"{label(split)}: {', '.join(texts)}" for split, texts in others.items()),
+        "generated answers": "; ".join(f"{name} {text}" for name, text in answer_scores(results).items()),
+        **{f"answer {when} training": textwrap.shorten(text, 100, placeholder=" ...") for when, text in said.items()},
+        "trained on": _joined(
+            *(f"{count:,} {unit}" for unit in ("examples", "tokens") if (count := results.get(f"seen_{unit}"))),
+            f"{chosen['examples']:,} of them chosen" if chosen else "",
+            f"{left_out:,} left out" if left_out else "",
+        ),
+        "merged and unmerged": _joined(
+            f"logits within {number(merge.get('max_logit_difference'))}" if merge else "",
+            f"{percent(agreement)} of predictions equal" if agreement is not None else "",
+        ),
+        "loss by merge": _joined(*(f"{name} {number(loss)}" for name, loss in losses.items())),
+        "time of a forward pass": _joined(*(f"{value:.2f}{times} {name}" for name, value in latency.items()))
+        + (" (base: 1)" if latency else ""),
+    }
+
+
+def _draft_summary(results: Results, times: str) -> dict[str, str]:
+    """Return the rows of a draft: its decoding, what it is and what it learnt from."""
+    after, decoding = decoding_after_training(results), _mapping(results.get("decoding"))
+    first, metrics = _first_split(results), _mapping(results.get("metrics"))
+    merge, vocabulary, repeated, merged, gained, beside = (
+        _mapping(values)
+        for values in (
+            *(results.get(key) for key in ("merge", "vocabulary", "repetition")),
+            _mapping(results.get("merged_metrics")).get(first),
+            *(after.get(key) for key in ("gain", "beside")),
+        )
+    )
+    speeds = {"with the draft": after.get("tokens_per_second"), "plain": after.get("plain_tokens_per_second")}
+    outputs = "" if "lossless" not in after else "equal outputs" if after["lossless"] else "outputs differ"
+    tau, best, seen = map(as_float, (after.get("block_efficiency"), gained.get("best_gain"), repeated.get("seen")))
+    longest, counts = gained.get("best_gamma"), {"answers": "train_examples", "tokens": "learnt_tokens"}
+    return {
+        "other splits": _joined(
+            *(
+                f"{label(name)} {number(_mapping(rates).get('acceptance'))}"
+                for name, rates in metrics.items()
+                if name != first
+            )
+        ),
+        "tokens/s": _joined(*(f"{per_second(speed)} {name}" for name, speed in _reals(speeds).items()), outputs),
+        "tokens per target step": _joined(
+            "" if tau is None else f"{tau:.2f} with {decoding.get('gamma')} drafted",
+            "" if best is None else f"best length {longest} (about {best:.2f}{times})" if longest else "no length pays",
+        ),
+        "other drafters": _joined(*(f"{name} {speedup:.2f}{times}" for name, speedup in _reals(beside).items())),
+        "vocabulary": f"{vocabulary['tokens']:,} tokens, acceptance at most {vocabulary['ceiling']:.3f}"
+        if vocabulary
+        else "",
+        "learnt from": _joined(*(f"{count:,} {what}" for what, key in counts.items() if (count := results.get(key)))),
+        "seen in training": "" if seen is None else f"{percent(seen)} of the held-out 8-grams",
+        "merged draft": _joined(
+            f"acceptance {number(merged.get('acceptance'))}" if merged else "",
+            f"logits within {number(merge.get('max_logit_difference'))}" if merge else "",
+        ),
+    }
+
+
+def _joined(*parts: str) -> str:
+    """Return the parts that are not empty, with commas."""
+    return ", ".join(filter(None, parts))
+
+
+def _mapping(value: object) -> JsonObject:
+    """Return a value that is an object of JSON; an empty one for any other."""
+    return value if isinstance(value, Mapping) else {}
 
 
 # --- Classes.
@@ -482,42 +564,30 @@ def _one_line(name: str) -> str:
 _TERMINAL_CLASSES, _TERMINAL_CONFUSED = 30, 8  # classes in the table of scores, and in the confusion matrix
 
 
+def results_title(results: Results) -> str:
+    """Return what was trained: ``text/classification, lora``; a draft's kind, and its method where it has one."""
+    return ", ".join(str(name) for key in ("task", "draft", "method") if (name := results.get(key)) is not None)
+
+
 def results_table(results: Results) -> Table:
-    """Return the numbers of ``results.json``: the score and its baseline first, the merge last."""
-    table = plain_table(title=f"{results['task']}, {results['method']}")
-    table.show_header = False
-    table.add_column(style="dim", overflow="fold")
+    """Return the headline of ``results.json``, what it compares with, and the summary."""
+    table = plain_table(title=results_title(results))
+    table.show_header = table.show_edge = False
+    table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
-    metric = str(results["metric"])
-    table.add_row(Text(label(metric)), Text(number(results["score"]), style="bold green"))
-    if results.get("baseline_score") is not None:
-        against = f"{number(results['baseline_score'])} ({gain(results)})"
-        table.add_row(Text(baseline_name(metric)), Text(against))
-    headline = next((score for score in scores(results) if score.name == deciding_name(results)), None)
-    if headline is not None and headline.last not in (None, headline.value):
-        table.add_row(Text("at the last evaluation"), Text(number(headline.last)))
-    for score in other_scores(results):
-        compared = f" ({score.comparison()})" if score.comparison() else ""
-        table.add_row(Text(score.name), Text(number(score.value) + compared))
-    for name, text in answer_scores(results).items():
-        table.add_row(Text(f"answers: {name}"), Text(text))
-    table.add_section()
-    for name, text in details(results).items():
+    first = headline(results)
+    table.add_row(Text(first.name), Text(f"{first.value} {first.rest}".strip(), style="bold green"))
+    for name, text in {**first.beneath, **summary(results)}.items():
         table.add_row(Text(name), Text(text))
-    merge = dict(flatten(results.get("merge") or {}))
-    if merge:
-        table.add_section()
-    for key, value in merge.items():
-        table.add_row(Text(f"merge: {label(key)}"), Text(number(value)))
     return table
 
 
 def class_tables(results: Results) -> list[Table]:
-    """Return the scores by class and, for a few classes, the confusion matrix."""
+    """Return the scores by class and, for a few classes but more than two, the confusion matrix."""
     tables = []
     if header_and_rows := class_score_rows(results, _TERMINAL_CLASSES):
         tables.append(_table_of_cells("by class", header_and_rows))
-    if (matrix := confusion(results, _TERMINAL_CONFUSED)) is not None:
+    if (matrix := confusion(results, _TERMINAL_CONFUSED)) is not None and len(matrix.names) > 2:
         header = ("label, predicted:", *matrix.names)
         rows = [(name, *map("{:,}".format, row)) for name, row in zip(matrix.names, matrix.counts, strict=True)]
         tables.append(_table_of_cells("confusion", [header, *rows]))
@@ -527,6 +597,7 @@ def class_tables(results: Results) -> list[Table]:
 def _table_of_cells(title: str, rows: list[tuple[str, ...]]) -> Table:
     """Return a table whose rows are a name and then numbers; the first row is the header."""
     table = plain_table(title=title)
+    table.show_edge = False
     for i, column in enumerate(rows[0]):
         table.add_column(Text(column), justify="right" if i else "left", overflow="fold")
     for row in rows[1:]:
@@ -542,9 +613,9 @@ def print_results(results: Results, run_dir: str | Path) -> None:
         run_dir: the run's directory.
     """
     console = Console()
-    console.print(results_table(results))
-    for table in class_tables(results):
+    for table in (results_table(results), *class_tables(results)):
         console.print(table)
+        console.print()
     remark = baseline_remark(results)
     if remark:
         console.print(Text(remark), soft_wrap=True)
@@ -700,7 +771,7 @@ def training_section(info: CardInfo) -> Training:
     parts = [
         f"## Results\n\n{table(('metric', 'score', baseline_name(info.metric)), compared)}",
         *([table(("generated answers", ""), rows.items())] if (rows := answer_scores(info.results)) else []),
-        table(("run", ""), details(info.results).items()),
+        table(("run", ""), summary(info.results).items()),
         *([table(classes[0], classes[1:])] if len(classes) > 1 else []),
     ]
     return Training(info.name, f"finetuned on {code(task)}", parts, data.to_dict())

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 
 from peftlab.errors import PeftlabError
 from peftlab.files import Json, parse_json, read_object, read_text, write_text
+from peftlab.progress import per_second
 from peftlab.reporting import facts
 from peftlab.tasks.table import TASKS
 
@@ -36,6 +37,7 @@ _CLASSES = 500  # rows of the tables of classes
 _CONFUSED = 20  # classes of the largest confusion matrix
 _PIECES = {"accepted": "drafted and accepted", "rejected": "drafted and rejected", "target": "added by the target"}
 _PROMPT = "Once upon a time"
+_TIMES = "\N{MULTIPLICATION SIGN}"
 
 
 def write_report(run_dir: str | Path) -> Path:
@@ -71,14 +73,10 @@ def run_page(run_dir: Path) -> str:
     metric, counts, points = str(results["metric"]), facts.class_counts(results), results.get("points")
     decoding = facts.decoding_after_training(results)
     context = {
-        "task": results["task"],
-        "method": results["method"],
+        "title": facts.results_title(results),
         "model": results.get("model") or values.get("model", "unknown model"),
-        "metric": facts.label(metric),
-        "score": facts.number(results["score"]),
-        "gain": facts.gain(results),
-        "baseline_name": facts.baseline_name(metric),
-        "bars": _score_bars(results),
+        "headline": facts.headline(results, _TIMES),
+        "bars": _decoding_bars(decoding) or _score_bars(results),
         "plots": [
             *_curves(history, metric, facts.as_float(results.get("baseline_score"))),
             *([scatter_plot(points)] if isinstance(points, list) and points else []),
@@ -90,7 +88,7 @@ def run_page(run_dir: Path) -> str:
             *_history_notes(history),
         ],
         "classes": facts.class_rows(counts, _CLASSES) if counts else [],
-        "facts": facts.details(results),
+        "facts": facts.summary(results, _TIMES),
         "scores": [
             (score.name, *("" if v is None else facts.number(v) for v in (score.value, score.last, score.baseline)))
             for score in facts.scores(results)
@@ -100,7 +98,6 @@ def run_page(run_dir: Path) -> str:
         "example": drafted_example(decoding.get("example")),
         "hardest": _hardest_examples(results.get("hardest")),
         "answers": facts.answer_scores(results),
-        "merge": {facts.label(key): facts.number(value) for key, value in facts.flatten(results.get("merge") or {})},
         "recipe": recipe,
         "usage": usage(values),
         "provenance": {key: str(value) for key, value in facts.flatten(provenance)},
@@ -164,6 +161,23 @@ def _score_bars(results: facts.Results) -> list[dict[str, str | None]]:
             "width": f"{100 * abs(value) / (high - low):.2f}",
         }
         for kind, name, value in bars
+    ]
+
+
+def _decoding_bars(decoding: Mapping[str, object]) -> list[dict[str, str | None]]:
+    """Return the speeds of decoding with a draft and without it as bars; none where they were not measured."""
+    keys = {"with the draft": "tokens_per_second", "plain": "plain_tokens_per_second"}
+    rates = {name: rate for name, key in keys.items() if (rate := facts.as_float(decoding.get(key))) is not None}
+    return [
+        {
+            "kind": "baseline" if name == "plain" else "score",
+            "name": name,
+            "value": f"{per_second(rate)} tokens/s",
+            "left": "0",
+            "zero": None,
+            "width": f"{100 * rate / max(rates.values()):.2f}",
+        }
+        for name, rate in rates.items()
     ]
 
 

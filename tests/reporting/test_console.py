@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -12,6 +12,8 @@ from rich.console import Console
 from run_directory import results
 
 from peftlab.checkpoints.merge_steps import MergeReport, TensorReport
+from peftlab.pipelines.draft import DraftResults
+from peftlab.pipelines.finetune import FinetuneResults
 from peftlab.reporting import console, facts
 
 PATH = "/a/very/long/path/" + "to/some/place/" * 8 + "recipe.yaml"
@@ -30,16 +32,68 @@ def test_results_table_puts_the_score_beside_its_baseline() -> None:
     lines = [line.split("  ")[0].strip() for line in rendered(facts.results_table(results())).splitlines()]
     rows = [line for line in lines if line]
     assert rows[:3] == ["glue/mrpc, lora", "accuracy", "majority baseline"]
-    assert rows[-3:] == ["merge: max logit difference", "merge: latency ratio", "merge: predictions equal"]
+    assert rows[3:] == ["other metrics", "trained on", "merged and unmerged", "parameters", "training", "cost"]
     text = rendered(facts.results_table(results()))
     assert "0.6838 (+0.2034)" in text
     assert text.count("accuracy") == 1
 
 
-def test_every_result_is_shown() -> None:
-    text = rendered(facts.results_table(results(energy_wh=12.5, gpu={"peak_mb": 4000})))
-    for shown in ("energy wh", "12.5000", "gpu / peak mb", "4,000"):
-        assert shown in text
+def complete(kind: type, **changes: Any) -> dict[str, Any]:
+    """Results in which every key that a finetune run or a draft run may write is there."""
+    shared = {
+        "lr": 1e-3, "steps": 600, "total_seconds": 200.0, "peak_gpu_mb": 900.0, "baseline_score": 0.1,
+        "cpu": {"name": "A processor", "features": ["avx2"] * 9, "threads": 2}, "seen_examples": 9000, "seen_tokens": 10**7,
+        "cost": {"forward_flops": 8_907_034_558_464, "backward_flops": 6_740_210_147_328, "kept_bytes": 148_099_649},
+        "metrics": {"one": {"accuracy": 0.9, "f1": 0.8}, "two": {"accuracy": 0.7}}, "last_metrics": {"one": {"accuracy": 0.8}},
+        "merge": {"max_logit_difference": 1e-6, "argmax_agreement": 1.0, "examples": 16},
+        "latency": {"merged": 1.0, "unmerged": 1.1},
+    }  # fmt: skip
+    finetune = {
+        "generate": {"exact": 0.5, "exact_low": 0.4, "exact_high": 0.6}, "generate_before": {"exact": 0.1},
+        "sample": {"before": "an answer " * 40, "after": "another"}, "merge_losses": {"live": 1.0, "original": 1.1},
+        "selection": {"rounds": 2, "examples": 60, "scored_examples": 90, "scoring_flops": 5},
+    }  # fmt: skip
+    after = {
+        "block_efficiency": 2.17, "tokens_per_second": 59.4, "plain_tokens_per_second": 47.0, "lossless": True,
+        "speed_up": 1.266, "speed_up_interval": [1.157, 1.351], "beside": {"suffix": 0.94, "suffix+draft": 1.33},
+        "conditions": {"doubts": ["load average 3.2 on 2 cores"]}, "gain": {"best_gamma": 2, "best_gain": 1.485},
+        "time": {"target": 0.88, "draft": 0.107, "outside": 0.013}, "verdict": "uncertain",
+    }  # fmt: skip
+    draft = {
+        "task": "draft of A/target", "draft": "eagle3", "method": None, "metric": "acceptance", "score": 0.7294,
+        "objective": "kl", "train_examples": 296, "learnt_tokens": 13_660, "kept_share": 1.0,
+        "metrics": {"one": {"acceptance": 0.7294, "acceptance_1": 0.73}, "two": {"acceptance": 0.6}},
+        "merged_metrics": {"one": {"acceptance": 0.7294}}, "repetition": {"seen": 0.6624, "repeated": 0.05},
+        "vocabulary": {"tokens": 8192, "ceiling": 0.9447}, "decoding": {"before": {}, "after": after, "gamma": 2},
+        "held_out": {"text": "0" * 64, "tokens": [48] * 24, "acceptance": [0.7] * 24},
+        "chosen": {"layers": [0, 3]}, "acceptance_head": {"error": 0.1, "constant": 0.2},
+    }  # fmt: skip
+    return results(**{**shared, **(finetune if kind is FinetuneResults else draft), **changes})
+
+
+@pytest.mark.parametrize("kind", [FinetuneResults, DraftResults])
+def test_a_summary_is_at_most_sixteen_rows_of_text(kind: type) -> None:
+    values = complete(kind)
+    elsewhere = {"served", "selection", "confusion", "by_class", "points", "hardest", "trained_tokens"}
+    optional = {field.name for field in fields(kind) if field.default is None} - elsewhere
+    assert values.keys() >= optional
+    text = rendered(facts.results_table(values))
+    rows = [line for line in text.splitlines()[1:] if line[:1].strip()]
+    assert len(rows) <= 16 and all(row.split("  ")[0].strip() for row in rows)
+    for dumped in ("0" * 20, "48, 48", "avx2", "None", " / ", "558,464", "_"):
+        assert dumped not in text
+    assert "15.6 TFLOPs" in text and "2.4 GB of memory" in text
+
+
+def test_the_headline_of_a_draft_is_how_much_faster_decoding_is_with_it() -> None:
+    title, first, second, third, *rest = rendered(facts.results_table(complete(DraftResults))).splitlines()
+    assert title.strip() == "draft of A/target, eagle3"
+    assert first.split("  ")[0] == "decoding with the draft" and "1.27x plain decoding (1.16 to 1.35)" in first
+    assert second.split() == ["acceptance", "0.7294", "(0.1000", "before", "training)"]
+    assert third.split()[0] == "uncertain" and "load average" in third
+    assert any("2.17 with 2 drafted, best length 2 (about 1.49x)" in line for line in rest)
+    quiet = facts.headline(complete(DraftResults, decoding={"after": {"speed_up": 0.5}, "gamma": 2}), times="*")
+    assert (quiet.value, quiet.rest, list(quiet.beneath)) == ("0.50*", "plain decoding", ["acceptance"])
 
 
 def test_trainable_line_is_pefts() -> None:
@@ -131,8 +185,7 @@ def test_numbers(value: Any, text: str) -> None:
 
 
 def test_a_slow_run_s_speed_is_not_0() -> None:
-    shown = facts.details({"examples_per_second": 0.35, "tokens_per_second": 7541.0})
-    assert shown["throughput"] == "0.35 examples/s, 7,541 tokens/s"
+    assert "0.35 tokens/s" in facts.summary(results(tokens_per_second=0.35))["training"]
 
 
 def test_scores_are_printed_with_their_examples() -> None:

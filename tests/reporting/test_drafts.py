@@ -20,7 +20,6 @@ from peftlab.decoding.measurements import (
 )
 from peftlab.environment import Cpu
 from peftlab.reporting.drafts import bench_page
-from peftlab.reporting.facts import details
 from peftlab.reporting.pages import acceptance_plots, write_report
 
 pytest.importorskip("jinja2")
@@ -38,6 +37,8 @@ DECODING = {
         "accepted_runs": {"0": 6, "1": 3, "2": 1},
         "plain_tokens_per_second": 50.0,
         "tokens_per_second": 60.0,
+        "speed_up": 1.2,
+        "speed_up_interval": [1.1, 1.3],
         "lossless": True,
         "verdict": "faster than plain decoding (1.20x, 95 % interval 1.10 to 1.30)",
         "beside": {"suffix": 1.1},
@@ -67,16 +68,14 @@ def test_without_drafted_tokens_there_is_no_plot() -> None:
 
 
 def test_a_draft_run_shows_its_decoding(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run", metric="acceptance", decoding=DECODING)
+    run = write_run(tmp_path / "run", metric="acceptance", draft="medusa", decoding=DECODING)
     page = write_report(run).read_text()
     assert "<h2>Acceptance by position</h2>" in page and "<h2>Accepted runs</h2>" in page
     assert (
         '<ins class="accepted"> a</ins><del class="rejected">&lt;b&gt;</del><span class="target"> cat↵\n</span>' in page
     )
-    assert "+0.2034 against the model before training" in page
-    rows = details({"decoding": DECODING})
-    assert rows["tokens per target step"] == "1.50, 0.50 drafted ones"
-    assert rows["best draft length"] == "1, 1.30x" and not any("/ after" in name or "load" in name for name in rows)
+    assert "1.20\N{MULTIPLICATION SIGN}</p>" in page and "plain decoding (1.10 to 1.30)" in page
+    assert "acceptance: 0.8873 (0.6838 before training)" in page and "60 tokens/s" in page
     assert "<ins" not in write_report(write_run(tmp_path / "other")).read_text()
 
 
