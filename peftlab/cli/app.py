@@ -191,6 +191,19 @@ def resume(
 
 @app.command()
 @verb()
+def runs(
+    directory: Annotated[Path, typer.Argument(help="Where to look, in all directories below it, too.")] = Path("runs"),
+) -> object:
+    """List runs: running, finished or stopped, with step, loss, score, and how long ago their files changed."""
+    from peftlab.pipelines.runs import list_runs, runs_table
+
+    found = list_runs(directory)
+    show(runs_table(found, directory) if found else f"{directory}: no runs")
+    return {"runs": found}
+
+
+@app.command()
+@verb()
 def validate(
     recipe: RecipeName,
     overrides: Overrides = None,
