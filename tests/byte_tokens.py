@@ -9,11 +9,18 @@ from transformers import PreTrainedTokenizerFast
 
 
 def byte_tokenizer(
-    template: str | None, specials: Sequence[str], *, bos: str, eos: str, adds_bos: bool = False
+    template: str | None,
+    specials: Sequence[str],
+    *,
+    bos: str,
+    eos: str,
+    adds_bos: bool = False,
+    named: dict[str, str] | None = None,
 ) -> PreTrainedTokenizerFast:
     """Return it: the special tokens have the first ids, then come the 256 bytes.
 
     Args:
+        named: attribute to special token, where a model's processor asks its tokenizer for them.
         adds_bos: whether the tokenizer begins every text with the BOS token, as Llama's do.
     """
     names = list(dict.fromkeys([bos, eos, *specials]))
@@ -25,7 +32,12 @@ def byte_tokenizer(
     if adds_bos:
         own.post_processor = processors.TemplateProcessing(single=f"{bos} $A", special_tokens=[(bos, vocabulary[bos])])
     made = PreTrainedTokenizerFast(
-        tokenizer_object=own, bos_token=bos, eos_token=eos, pad_token=eos, additional_special_tokens=names
+        tokenizer_object=own,
+        bos_token=bos,
+        eos_token=eos,
+        pad_token=eos,
+        additional_special_tokens=names,
+        **({"model_specific_special_tokens": named} if named else {}),
     )
     made.chat_template = template
     return made

@@ -5,10 +5,11 @@ Answers come from peftlab's decoder, or from transformers' ``generate`` for what
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from peftlab.decoding.cache import Engine
@@ -62,6 +63,22 @@ def _generate_with_transformers(
     longest = max(map(len, prompts))
     ids = torch.tensor([[pad] * (longest - len(prompt)) + list(prompt) for prompt in prompts])
     mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    return answer_inputs(model, settings, ends, pad, {"input_ids": ids, "attention_mask": mask})
+
+
+def answer_inputs(
+    model: PreTrainedModel,
+    settings: GenerateConfig,
+    ends: frozenset[int],
+    pad: int,
+    inputs: Mapping[str, Tensor],
+) -> list[list[int]]:
+    """Return the answers to one batch by transformers' ``generate``, as token ids.
+
+    Args:
+        model, settings, ends, pad: as for ``answering``.
+        inputs: ``input_ids``, [prompts, longest], padded on the left, and what else the model takes, such as images.
+    """
     sampled = settings.temperature > 0
     library: Unwrapped = model
     cuts = {"temperature": settings.temperature, "top_k": settings.top_k or 0, "top_p": settings.top_p or 1.0}
@@ -69,12 +86,12 @@ def _generate_with_transformers(
     with torch.random.fork_rng(), torch.inference_mode():
         torch.manual_seed(settings.seed)
         output = library.generate(
-            input_ids=ids.to(model.device), attention_mask=mask.to(model.device),
+            **{key: value.to(model.device) for key, value in inputs.items()},
             max_new_tokens=settings.max_new_tokens, num_beams=settings.beams, length_penalty=settings.length_penalty,
             no_repeat_ngram_size=settings.no_repeat_ngram, repetition_penalty=1.0, do_sample=sampled,
             eos_token_id=sorted(ends) or None, pad_token_id=pad, **(cuts if sampled else {}),
         )  # fmt: skip
-    return [_cut_after_end(tokens, ends) for tokens in output[:, longest:].tolist()]
+    return [_cut_after_end(tokens, ends) for tokens in output[:, inputs["input_ids"].shape[1] :].tolist()]
 
 
 def _cut_after_end(tokens: list[int], ends: frozenset[int]) -> list[int]:

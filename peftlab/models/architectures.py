@@ -244,6 +244,14 @@ def embeddings_of(model: nn.Module) -> tuple[nn.Module | None, nn.Module | None]
     return found[0], found[1]
 
 
+def language_part(model: nn.Module) -> str:
+    """Return the name of the language model within a model of images and text; "" where a model is no such one."""
+    if getattr(getattr(model, "config", None), "vision_config", None) is None:
+        return ""
+    decoder = getattr(model, "get_decoder", lambda: None)()
+    return next((name for name, module in model.named_modules() if module is decoder), "")
+
+
 def inside(name: str, modules: Iterable[str]) -> bool:
     """Whether a module or parameter name is one of ``modules`` or is below one of them."""
     return any(name == module or name.startswith(f"{module}.") for module in modules)

@@ -30,7 +30,7 @@ from peftlab.models.architectures import inside, task_head
 from peftlab.models.config import BaseConfig, find_model
 from peftlab.models.quantised import DTYPES, base_format, compute_dtype, keep_layout, quantise, quantised_linears
 from peftlab.references import locate, similar_path, snapshot, unreachable
-from peftlab.untyped import Attributes, Converter, Function, Unwrapped
+from peftlab.untyped import Attributes, Converter, Function, Processor, Unwrapped
 
 if TYPE_CHECKING:
     from transformers import (
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _CONFIG = "config.json"
+_PROCESSOR = "processor_config.json"
 _MOST_LAYERS, _MOST_LABELS, _MOST_TENSORS = 1_000, 100_000, 200_000
 _ID_RANGE = 10  # ids may leave gaps
 # A chunk_size of -1 stands for no chunks (Phi-4 multimodal).
@@ -263,7 +264,57 @@ def load_image_processor(reference: str, *, revision: str | None = None, **optio
 
     parts = find_model(reference, revision=revision)
     loader = partial(AutoImageProcessor.from_pretrained, backend="pil")
-    return _load(parts.base, loader, "preprocessor_config.json", revision=parts.revision, **options)
+    needs = "preprocessor_config.json"
+    if isinstance(place := locate(parts.base), Path) and (place / _PROCESSOR).exists():
+        needs = _PROCESSOR  # which may contain the image processor's settings too
+    return _load(parts.base, loader, needs, revision=parts.revision, **options)
+
+
+def load_processor(reference: str, *, revision: str | None = None, **options: object) -> Processor:
+    """Load the processor of a model of images and text, without its part for videos, which would need torchvision.
+
+    Args:
+        reference: as ``find_model`` takes it. revision: of a hub model. options: passed to ``from_pretrained``.
+
+    Raises:
+        PeftlabError: as ``load_image_processor``; or transformers has no processor for the model.
+    """
+    parts: dict[str, object] = {
+        "image_processor": load_image_processor(reference, revision=revision, **options),
+        "tokenizer": load_tokenizer(reference, revision=revision, **options),
+    }
+    config = load_config(reference, revision=revision, **options)
+
+    def make(place: str, **options: object) -> Processor:
+        import transformers
+        from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
+
+        values, _ = transformers.ProcessorMixin.get_processor_dict(place, **options)
+        usual = PROCESSOR_MAPPING.get(type(config), None)
+        cls: Processor = getattr(transformers, str(values.get("processor_class")), usual)
+        if cls is None:
+            raise PeftlabError(f"model {reference!r}: transformers has no processor of images and text for it")
+
+        def check(self: Processor, name: str, argument: object) -> object:
+            return None if argument is None else cls.check_argument_for_proper_class(self, name, argument)
+
+        without_videos: Processor = type(cls.__name__, (cls,), {"check_argument_for_proper_class": check})
+        return without_videos.from_args_and_dict([parts.get(name) for name in cls.get_attributes()], values)
+
+    found = find_model(reference, revision=revision)
+    return _load(found.base, make, _CONFIG, revision=found.revision, **options)
+
+
+def save_processor(processor: Processor, directory: str | Path) -> None:
+    """Write a tokenizer or an image processor, or both parts of a processor, which ``load_processor`` put together.
+
+    Args:
+        processor: what to write.
+        directory: where to.
+    """
+    parts: list[Processor] = [getattr(processor, name, None) for name in ("image_processor", "tokenizer")]
+    for part in [part for part in parts if part is not None] or [processor]:
+        part.save_pretrained(directory)
 
 
 def _load(reference: str, loader: Function[T], needs: str, *, revision: str | None, **options: object) -> T:

@@ -22,7 +22,7 @@ from peftlab.checkpoints.adapter import fill, load_model, read_adapter, save_ada
 from peftlab.checkpoints.merge import check_merge, merge_checkpoint
 from peftlab.checkpoints.merge_plan import MergeOptions
 from peftlab.checkpoints.tensors import write_tensors
-from peftlab.decoding.generation import answering
+from peftlab.decoding.generation import answer_inputs, answering
 from peftlab.drafting.target import eos_ids
 from peftlab.environment import Cpu
 from peftlab.errors import PeftlabError, prefix_errors
@@ -50,7 +50,7 @@ from peftlab.methods.merging import merge, unmerge
 from peftlab.models.architectures import inside, task_head
 from peftlab.models.config import BaseConfig, Into, measures_latency, merge_into, verifies_merge
 from peftlab.models.costs import Cost
-from peftlab.models.load import eval_mode, load_base, load_config
+from peftlab.models.load import eval_mode, load_base, load_config, save_processor
 from peftlab.pipelines.directory import provenance, run_directory, stored_results, write_and_print_results
 from peftlab.pipelines.merge import COMPARING, EXAMPLES, TIMING, Latency, MergeCheck, merge_latency, verify_merge
 from peftlab.progress import Phase, counted
@@ -62,8 +62,9 @@ from peftlab.reporting.facts import CardInfo, adapter_card, data_lines, found_li
 from peftlab.tasks.batches import Row, eval_batches, model_inputs
 from peftlab.tasks.data import listed
 from peftlab.tasks.generated import Answer, Contexts, check_packages, score
+from peftlab.tasks.images import prompt_inputs
 from peftlab.tasks.labelled_rows import MISSING
-from peftlab.tasks.language_examples import TOO_LONG
+from peftlab.tasks.language_examples import TOO_LONG, tokenizer_of
 from peftlab.tasks.metrics import ClassScores, HardExample
 from peftlab.tasks.problem import ModelSource, RowSharing, Scores, TaskOptions, TaskProblem, TrainingProblem
 from peftlab.tasks.table import GenerateConfig, find_task
@@ -352,7 +353,7 @@ def _write_run(
     )
     with staged_directory(run_dir / "adapter", "adapter", overwrite=True) as staging:
         save_adapter(model, staging, base=recipe.model, revision=recipe.revision)
-        task.processor.save_pretrained(staging)
+        save_processor(task.processor, staging)
         write_text(staging / "README.md", adapter_card(card))
     if merging is not None:
         options = replace(merging, recipe=dump_recipe(recipe), training=training_section(card))
@@ -567,18 +568,26 @@ def _score(
     # Under mixed precision accelerate wraps the forward pass in autocast; answers are those of the stored weights.
     bare: PreTrainedModel = accelerator.unwrap_model(model, keep_fp32_wrapper=False).to(accelerator.device)
     ends = contexts.ends | eos_ids(bare)
-    pad = task.processor.pad_token_id if task.processor.pad_token_id is not None else next(iter(ends), 0)
+    tokenizer = tokenizer_of(task.processor)
+    pad = tokenizer.pad_token_id if isinstance(tokenizer.pad_token_id, int) else next(iter(ends), 0)
     found: list[tuple[int, list[int]]] = []
     advice = memory_advice("while answering", [f"generate.batch_size={max(1, settings.batch_size // 2)}"])
     with advice, eval_mode(bare), _merged_for_decoding(bare):
-        answer = answering(bare, settings, ends, pad)
+        sees = any(context.images for context in contexts.items)
+        answer = None if sees else answering(bare, settings, ends, pad)
         mine = batches[accelerator.process_index :: accelerator.num_processes]
         for batch in counted(mine, f"answering {len(ids)} held-out prompts{left_out}", len(mine), "batch"):
-            found += zip(batch, answer([ids[place] for place in batch]), strict=True)
+            if answer is not None:
+                replies = answer([ids[place] for place in batch])
+            else:
+                asked = [contexts.items[place] for place in batch]
+                inputs = prompt_inputs(task.processor, [each.prompt for each in asked], [each.images for each in asked])
+                replies = answer_inputs(bare, settings, ends, pad, inputs)
+            found += zip(batch, replies, strict=True)
     tokens = dict(gather_object(found))
     answers = [
         Answer(
-            str(task.processor.decode(tokens[place], skip_special_tokens=True)).strip(),
+            str(tokenizer.decode(tokens[place], skip_special_tokens=True)).strip(),
             context.prompt,
             context.references,
         )

@@ -26,9 +26,11 @@ from peftlab.remote import local_place
 from peftlab.reporting.facts import data_lines
 from peftlab.tasks.batches import model_inputs
 from peftlab.tasks.data import tables_read
+from peftlab.tasks.images import collate_chat
 from peftlab.tasks.labelled import Answers, class_counts, repeated_rows
 from peftlab.tasks.labelled_rows import load_task_data
-from peftlab.tasks.language_examples import Tokens, collate
+from peftlab.tasks.language import processor_for
+from peftlab.tasks.language_examples import Tokens, collate, tokenizer_of
 from peftlab.tasks.problem import ModelSource
 from peftlab.tasks.table import find_task
 from peftlab.untyped import Processor
@@ -224,10 +226,10 @@ def show_examples(recipe: Recipe, count: int) -> list[ShownSequence]:
             ShownSequence(f"example {number}", [Part(*part) for part in answers.shown(row, label, processor)])
             for number, (row, label) in enumerate(zip(rows, labels, strict=True), start=1)
         ]
-    tokenizer = _source(recipe).tokenizer()
+    processor, found = _language(recipe, count, evaluated=False)
     return [
-        ShownSequence(", ".join(filter(None, (f"example {number}", title))), _parts(tokens, tokenizer))
-        for number, sequences in enumerate(_language(recipe, tokenizer, count, evaluated=False), start=1)
+        ShownSequence(", ".join(filter(None, (f"example {number}", title))), _parts(tokens, tokenizer_of(processor)))
+        for number, sequences in enumerate(found, start=1)
         for title, tokens in sequences
     ]
 
@@ -245,9 +247,13 @@ def example_inputs(recipe: FinetuneRecipe, count: int) -> dict[str, Tensor]:
     if find_task(recipe.task).labelled:
         answers, processor, rows = _labelled(recipe, count, evaluated=True)
         return model_inputs(answers.collate(processor)(list(rows)))
-    tokenizer = _source(recipe).tokenizer()
     longest = recipe.train.max_length
-    sequences = chain.from_iterable(_language(recipe, tokenizer, count, evaluated=True))
+    processor, found = _language(recipe, count, evaluated=True)
+    sequences = chain.from_iterable(found)
+    if any(tokens.images for example in found for _, tokens in example):
+        fitting = [vars(tokens) for _, tokens in sequences if len(tokens.input_ids) <= longest]
+        return model_inputs(collate_chat(processor, fitting[:count]))
+    tokenizer = tokenizer_of(processor)
     cut = [{"input_ids": t.input_ids[:longest], "trained": t.trained[:longest]} for _, t in sequences]
     return model_inputs(collate(cut[:count], pad=tokenizer.pad_token_id or 0))
 
@@ -267,16 +273,16 @@ def _labelled(recipe: FinetuneRecipe, count: int, *, evaluated: bool) -> tuple[A
     return answers, processor, answers.tokens(rows, processor, recipe.train.max_length)
 
 
-def _language(
-    recipe: FinetuneRecipe, tokenizer: PreTrainedTokenizerBase, count: int, *, evaluated: bool
-) -> list[Sequences]:
-    """Return the first examples of a task without labels: to train on, or to evaluate on."""
+def _language(recipe: FinetuneRecipe, count: int, *, evaluated: bool) -> tuple[Processor, list[Sequences]]:
+    """Return the tokenizer or processor, and the first examples of a task without labels: to train on, or to evaluate
+    on."""
     task = find_task(recipe.task)
     _, splits, _ = resolve(task.load)(task, recipe.data)
     rows = splits[_split(list(splits), ("validation", "test") if evaluated else ())]
     examples = resolve(task.examples)
-    found = (examples(task, recipe.data, row, tokenizer, recipe.train.max_length) for row in rows)
-    return list(islice(chain.from_iterable(found), count))
+    processor, _ = processor_for(_source(recipe), splits)
+    found = (examples(task, recipe.data, row, processor, recipe.train.max_length) for row in rows)
+    return processor, list(islice(chain.from_iterable(found), count))
 
 
 def _split(there: Sequence[str], wanted: Sequence[str]) -> str:
@@ -285,8 +291,9 @@ def _split(there: Sequence[str], wanted: Sequence[str]) -> str:
 
 
 def _parts(tokens: Tokens, tokenizer: PreTrainedTokenizerBase) -> list[Part]:
-    pairs = zip(tokens.input_ids, tokens.trained, strict=True)
+    image = {place: label for first, end, label in tokens.filled for place in range(first, end)}
+    places = groupby(range(len(tokens.input_ids)), key=lambda place: (image.get(place), tokens.trained[place]))
     return [
-        Part(str(tokenizer.decode([token for token, _ in group])), trained)
-        for trained, group in groupby(pairs, key=lambda pair: pair[1])
+        Part(label or str(tokenizer.decode([tokens.input_ids[place] for place in group])), trained)
+        for (label, trained), group in places
     ]

@@ -59,12 +59,15 @@ _ROLES = {
 CALLED = "function_call"  # ShareGPT's role of a turn whose text is a tool call
 
 
-def read_turns(value: object, where: str) -> list[Message]:
+def read_turns(value: object, where: str, *, images: bool = False) -> list[Message]:
     """Return a list of turns, or a JSON text of one, as turns of ``role`` and ``content``.
+
+    A user's turn with images has the key ``parts`` too: ``{type: text, text}`` and ``{type: image, path}`` in order.
 
     Args:
         value: the list, or its JSON text.
         where: file and line, for errors.
+        images: whether turns may have images.
 
     Raises:
         PeftlabError: not a list, a role or content that is none, or a broken tool call; ``where`` is named.
@@ -76,10 +79,10 @@ def read_turns(value: object, where: str) -> list[Message]:
             raise PeftlabError(f"{where}: messages are not JSON ({error})") from None
     if not isinstance(value, list) or not value:
         raise PeftlabError(f"{where}: messages are a list of turns, not {quoted(value)}")
-    return [_read_turn(turn, where) for turn in value]
+    return [_read_turn(turn, where, images) for turn in value]
 
 
-def _read_turn(turn: object, where: str) -> Message:
+def _read_turn(turn: object, where: str, images: bool) -> Message:
     """Return a turn of ``role`` and ``content``, or of ShareGPT's ``from`` and ``value``, with the rest of its keys."""
     if not isinstance(turn, Mapping):
         raise PeftlabError(f"{where}: a turn is an object with role and content, not {quoted(turn)}")
@@ -88,8 +91,12 @@ def _read_turn(turn: object, where: str) -> Message:
     if role is None:
         hint = did_you_mean(name, _ROLES) if isinstance(name, str) else ""
         raise PeftlabError(f"{where}: role {quoted(name)} is none of {', '.join(_ROLES)}{hint}")
-    content = _read_content(turn.get("content", turn.get("value")), where)
-    rest = {key: value for key, value in turn.items() if key not in ("role", "from", "content", "value", "weight")}
+    content, parts = _read_content(turn.get("content", turn.get("value")), where, images)
+    if parts and role != "user":
+        raise PeftlabError(f"{where}: an image in a turn of role {role}; the user's turns have them")
+    known = ("role", "from", "content", "value", "weight", "parts")
+    rest = {key: value for key, value in turn.items() if key not in known}
+    rest |= {"parts": parts} if parts else {}
     if turn.get("weight") not in (None, 1):
         raise PeftlabError(f"{where}: a turn of weight {quoted(turn['weight'])}; data.train_on says what is trained")
     if rest.get("tool_calls"):
@@ -102,18 +109,27 @@ def _read_turn(turn: object, where: str) -> Message:
     return {"role": role, "content": content, **{str(key): value for key, value in rest.items() if value is not None}}
 
 
-def _read_content(value: object, where: str) -> object:
-    """Return a turn's content; a list of text parts becomes their text."""
+def _read_content(value: object, where: str, images: bool) -> tuple[object, list[dict[str, str]]]:
+    """Return a turn's text, that of its text parts where it is a list, and its parts, if an image is among them."""
     if not isinstance(value, list):
-        return value
+        return value, []
     kinds = [part.get("type") if isinstance(part, Mapping) else None for part in value]
-    other = next((kind for kind in kinds if kind != "text"), None)
+    other = next((kind for kind in kinds if kind != "text" and not (images and kind == "image")), None)
     if other is not None:
-        raise PeftlabError(f"{where}: a content with a part of type {quoted(other)}; this task trains on text alone")
-    texts = [part.get("text") if isinstance(part, Mapping) else None for part in value]
-    if not texts or not all(isinstance(text, str) for text in texts):
-        raise PeftlabError(f"{where}: a content is a text, or parts {{type: text, text: ...}}, not {quoted(value)}")
-    return "".join(map(str, texts))
+        what = "learns from texts and images" if images else "trains on text alone"
+        raise PeftlabError(f"{where}: a content with a part of type {quoted(other)}; this task {what}")
+    parts: list[dict[str, str]] = []
+    for part, kind in zip(value, kinds, strict=True):
+        key = "text" if kind == "text" else "path"
+        found = part.get(key) if isinstance(part, Mapping) else None
+        if not isinstance(found, str) or not is_unicode(found):
+            form = "{type: text, text: ...}" + (" and {type: image, path: ...}" if images else "")
+            raise PeftlabError(f"{where}: a content is a text, or parts {form}, not {quoted(value)}")
+        parts.append({"type": str(kind), key: found})
+    if not parts:
+        raise PeftlabError(f"{where}: a content is a text, or a list of parts, not an empty list")
+    seen = "image" in kinds
+    return ("\n" if seen else "").join(part["text"] for part in parts if "text" in part), parts if seen else []
 
 
 def with_parsed_call(message: Message, where: str) -> Message:
@@ -260,16 +276,27 @@ _NAMED = "messages, conversations (ShareGPT), instruction and output (alpaca), o
 
 
 @dataclass(frozen=True)
+class Picture:
+    """An image of a conversation: its file, the SHA-256 digest of it, and its width and height in pixels."""
+
+    path: str
+    digest: str
+    size: tuple[int, int]
+
+
+@dataclass(frozen=True)
 class Conversation:
     """A chat; ``tools`` are JSON schemas for the template. ``where``: file and line.
 
     ``texts``: the same turns where the file has a tool call as text (ShareGPT), for templates that write no tool calls.
+    ``pictures``: the images, in the order of the parts of type ``image``.
     """
 
     messages: list[Message]
     where: str
     tools: list[dict[str, Json]] = field(default_factory=list)
     texts: list[Message] | None = None
+    pictures: tuple[Picture, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -299,9 +326,9 @@ def read_conversation(table: Table, row: int, data: DataConfig) -> Conversation:
     if names == ("instruction", "output"):
         messages = _alpaca(values, where)
     elif len(names) == 2:
-        messages = question_and_answer(values[names[0]], values[names[1]], where, names)
+        messages = question_and_answer(values[names[0]], values[names[1]], where, names, images=True)
     else:
-        messages = read_turns(values[names[0]], where)
+        messages = read_turns(values[names[0]], where, images=True)
     return as_conversation(messages, values, where)
 
 
@@ -375,7 +402,12 @@ def read_plain(table: Table, row: int, data: DataConfig) -> Completion:
 
 
 def question_and_answer(
-    prompt: object, completion: object, where: str, names: Sequence[str] = ("prompt", "completion")
+    prompt: object,
+    completion: object,
+    where: str,
+    names: Sequence[str] = ("prompt", "completion"),
+    *,
+    images: bool = False,
 ) -> list[Message]:
     """Return a question and its answer as one conversation.
 
@@ -384,10 +416,11 @@ def question_and_answer(
         completion: its answer, a text or a list of turns.
         where: file and line, for errors.
         names: what errors call the two.
+        images: whether turns may have images.
     """
     asked: list[Message] = [{"role": "user", "content": ""}]
     if isinstance(prompt, list):
-        asked = read_turns(prompt, where)
+        asked = read_turns(prompt, where, images=images)
     else:
         asked[0]["content"] = _text(prompt, names[0], where)
     if isinstance(completion, list):

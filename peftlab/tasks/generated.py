@@ -10,26 +10,32 @@ from dataclasses import dataclass
 from decimal import Decimal, DecimalException
 from importlib.util import find_spec
 from statistics import fmean
-from typing import TYPE_CHECKING
 
 from peftlab.errors import PeftlabError
 from peftlab.registry import resolve
 from peftlab.tasks.batches import seeded_subset
 from peftlab.tasks.conversations import Conversation
-from peftlab.tasks.language_examples import Encoding, Source, bos_ids, encode, prompt_of
+from peftlab.tasks.language_examples import (
+    Encoding,
+    Source,
+    bos_ids,
+    encode,
+    prompt_of,
+    tokenizer_of,
+    with_image_tokens,
+)
 from peftlab.tasks.table import GENERATION_METRICS, HIGH, LOW
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from peftlab.untyped import Processor
 
 
 @dataclass(frozen=True)
 class Context:
-    """A prompt as text and as token ids, and every answer to it that the data has."""
+    """A prompt as text and as token ids, every answer to it that the data has, and the paths of its images."""
 
     prompt: str
     ids: tuple[int, ...]
     references: tuple[str, ...]
+    images: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -56,7 +62,7 @@ class Contexts:
 
 
 def make_contexts(
-    rows: Sequence[Source], tokenizer: PreTrainedTokenizerBase, how: Encoding, seed: int, examples: int | None
+    rows: Sequence[Source], tokenizer: Processor, how: Encoding, seed: int, examples: int | None
 ) -> Contexts:
     """Return the contexts of held-out rows: rows with one prompt are one context with several references.
 
@@ -64,7 +70,7 @@ def make_contexts(
 
     Args:
         rows: the held-out rows.
-        tokenizer: the model's tokenizer.
+        tokenizer: the model's tokenizer, or its processor where rows have images.
         how: how rows become tokens.
         seed: of the draw of ``examples``.
         examples: draw at most so many contexts; None for all.
@@ -72,25 +78,26 @@ def make_contexts(
     Raises:
         PeftlabError: every prompt is longer than ``how.max_length``.
     """
-    together: dict[tuple[int, ...], Context] = {}
-    first: dict[tuple[int, ...], Source] = {}
+    together: dict[tuple[object, ...], tuple[Context, Source]] = {}
     for row in rows:
         prompt, reference = prompt_text(row, tokenizer), _reference(row)
+        pictures = row.pictures if isinstance(row, Conversation) else ()
         ids = tuple(prompt_ids(row, prompt, tokenizer))
-        before = together.get(ids)
+        key = (ids, *(picture.digest for picture in pictures))
+        before, first = together.get(key, (None, row))
         references = (*before.references, reference) if before is not None else (reference,)
-        together[ids] = Context(prompt, ids, references)
-        first.setdefault(ids, row)
-    items = [context for context in together.values() if len(context.ids) <= how.max_length]
+        together[key] = Context(prompt, ids, references, tuple(picture.path for picture in pictures)), first
+    items = [pair for pair in together.values() if len(pair[0].ids) <= how.max_length]
     if not items:
         raise PeftlabError(f"generate: every held-out prompt is longer than train.max_length, {how.max_length} tokens")
     too_long = len(together) - len(items)
     chosen = seeded_subset(len(items), examples, seed)
     items = items if chosen is None else [items[i] for i in chosen]
-    return Contexts(items, _end_tokens([first[context.ids] for context in items], tokenizer, how), too_long)
+    ends = _end_tokens([row for _, row in items], tokenizer, how)
+    return Contexts([context for context, _ in items], ends, too_long)
 
 
-def prompt_text(row: Source, tokenizer: PreTrainedTokenizerBase) -> str:
+def prompt_text(row: Source, tokenizer: Processor) -> str:
     """Return the text before a row's last answer, with the template's prompt for it.
 
     Args:
@@ -109,14 +116,17 @@ def _last_answer_index(row: Conversation) -> int:
     return max(i for i, message in enumerate(row.messages) if message["role"] == "assistant")
 
 
-def prompt_ids(row: Source, prompt: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def prompt_ids(row: Source, prompt: str, processor: Processor) -> list[int]:
     """Return the token ids of a row's prompt, begun as its training example begins.
 
     Args:
         row: a conversation or a completion.
         prompt: its ``prompt_text``.
-        tokenizer: the model's tokenizer.
+        processor: the model's tokenizer, or its processor where the row has images.
     """
+    tokenizer = tokenizer_of(processor)
+    if isinstance(row, Conversation) and row.pictures:
+        prompt, _ = with_image_tokens(processor, prompt, row.pictures[: prompt.count(processor.image_token)])
     ids = list(tokenizer(prompt, add_special_tokens=False)["input_ids"])
     ids = ids if isinstance(row, Conversation) else [*bos_ids(tokenizer), *ids]
     if not ids:
@@ -124,12 +134,13 @@ def prompt_ids(row: Source, prompt: str, tokenizer: PreTrainedTokenizerBase) -> 
     return ids
 
 
-def _end_tokens(rows: Sequence[Source], tokenizer: PreTrainedTokenizerBase, how: Encoding) -> frozenset[int]:
+def _end_tokens(rows: Sequence[Source], processor: Processor, how: Encoding) -> frozenset[int]:
     """Return the last trained special token of each row."""
+    tokenizer = tokenizer_of(processor)
     special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special} | {*tokenizer.all_special_ids}
     found = set()
     for row in rows:
-        tokens = encode(row, tokenizer, how)[-1]
+        tokens = encode(row, processor, how)[-1]
         trained = [i for i, marked in zip(tokens.input_ids, tokens.trained, strict=True) if marked and i in special]
         found |= {*trained[-1:]}
     return frozenset(found)

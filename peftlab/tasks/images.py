@@ -1,4 +1,4 @@
-"""Images: files that are read when they are used, and ``image/classification``, a class for each image.
+"""Images: files that are read when they are used; ``image/classification``, a class for each; images of conversations.
 
 The rows of a task hold paths. ``load_images`` opens each file once, to refuse what is no image before anything trains;
 pixels are decoded when a batch is made, by Pillow and the model's own image processor.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -22,6 +22,7 @@ from peftlab.errors import PeftlabError, reason
 from peftlab.files import open_regular, typed_value
 from peftlab.models.load import eval_mode
 from peftlab.tasks.batches import Row
+from peftlab.tasks.conversations import Conversation, Picture
 from peftlab.tasks.data import Columns, Fault, Table, is_missing, label_indices, names, refuse
 from peftlab.tasks.labelled import OneClass
 from peftlab.tasks.labelled_rows import Examples, load_own, refuse_faulty_rows
@@ -33,9 +34,14 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 
+Inputs = dict[str, Tensor]
+"""A batch: the inputs of a model's forward by name."""
+
+
 # --- Files of images.
 _HEAD = 2**16  # bytes of a file that its digest is of: all of a small image, and what tells large ones apart
 _CLIPPED = ("I", "F")  # modes of more than eight bits, of which conversion to RGB would keep the darkest shades alone
+_ORIENTATION, _QUARTER_TURNS = 0x0112, (5, 6, 7, 8)  # the tag of how a camera was held; values of a quarter's turn
 _WITH_PREVIEW = "MPO"  # what Pillow calls a photograph with a preview behind it
 
 
@@ -59,20 +65,23 @@ def opened_image(path: str | Path) -> Iterator[Image]:
             raise PeftlabError(f"{path}: a damaged image ({reason(error)})") from None
 
 
-def check_image(path: str | Path) -> str:
-    """Return the digest of an image's file; ``PeftlabError`` where it is none, or one that RGB cannot show.
+def check_image(path: str | Path) -> tuple[str, tuple[int, int]]:
+    """Return the digest of an image's file, and its size; ``PeftlabError`` where RGB cannot show it, or it is none.
 
     Args:
         path: of the file, whose pixels are not decoded.
     """
     with opened_image(path) as image:
+        width, height = image.size
+        if image.getexif().get(_ORIENTATION, 1) in _QUARTER_TURNS:
+            width, height = height, width
         if image.mode.startswith(_CLIPPED):
             raise PeftlabError(f"{path}: its pixels have more than 8 bits (mode {image.mode}); save it with 8")
         if getattr(image, "is_animated", False) and image.format != _WITH_PREVIEW:
             raise PeftlabError(f"{path}: has {getattr(image, 'n_frames', 0)} frames; save the one to be read")
     with open_regular(path) as file:
         head = file.read(_HEAD)
-        return hashlib.sha256(head + str(file.seek(0, 2)).encode()).hexdigest()
+        return hashlib.sha256(head + str(file.seek(0, 2)).encode()).hexdigest(), (width, height)
 
 
 def read_image(path: str | Path) -> Image:
@@ -108,7 +117,7 @@ def image_paths(table: Table, column: str, faults: list[Fault]) -> tuple[list[st
     for row, value in enumerate(values):
         if isinstance(value, str) and not is_missing(value):
             try:
-                digests[row] = check_image(paths[row])
+                digests[row], _ = check_image(paths[row])
             except PeftlabError as error:
                 problems[row] = str(error)
     if problems:
@@ -238,4 +247,94 @@ class ImageClass(OneClass):
         if odd is not None:
             raise PeftlabError(f"row {odd}: is no path of an image")
         paths = [str(row) for row in cast(Sequence[str | Path], given)]
-        return Images(paths, None, None, [check_image(path) for path in paths])
+        return Images(paths, None, None, [check_image(path)[0] for path in paths])
+
+
+# --- Images of conversations (``text/chat``).
+def with_pictures(row: Conversation, home: Path) -> Conversation:
+    """Return a conversation whose images were found: their files in ``pictures``, their digests in the turns.
+
+    Args:
+        row: as its file has it.
+        home: the directory that paths count from.
+
+    Raises:
+        PeftlabError: a file that is no image; row and file are named.
+    """
+    pictures: list[Picture] = []
+
+    def checked(part: dict[str, str]) -> dict[str, str]:
+        if part["type"] != "image":
+            return part
+        path = str(home / part["path"])
+        try:
+            digest, size = check_image(path)
+        except PeftlabError as error:
+            raise PeftlabError(f"{row.where}: {error}") from None
+        pictures.append(Picture(path, digest, size))
+        return {"type": "image", "digest": digest}
+
+    messages = []
+    for message in row.messages:
+        parts: list[dict[str, str]] = message.get("parts") or []  # type: ignore[assignment]
+        found: dict[str, object] = {"parts": [checked(part) for part in parts]} if parts else {}
+        messages.append({**message, **found})
+    if not pictures:
+        return row
+    if row.texts is not None:
+        raise PeftlabError(f"{row.where}: images, and a tool call as text (function_call); write it as tool_calls")
+    return replace(row, messages=messages, pictures=tuple(pictures))  # type: ignore[arg-type]
+
+
+def inputs_of(processor: Processor, texts: Sequence[str], images: Sequence[Sequence[str]], side: str) -> Inputs:
+    """Return what the model's own processor makes of texts with placeholders, and their images, as one batch.
+
+    Args:
+        processor: of a model of images and text.
+        texts: as the chat template wrote them.
+        images: of each text the paths of its images, in order.
+        side: where shorter texts are padded, ``left`` or ``right``.
+    """
+    read = [[read_image(path) for path in paths] for paths in images]
+    found = processor(
+        text=list(texts), images=read if any(read) else None, padding=True, padding_side=side, return_tensors="pt",
+        add_special_tokens=False,
+    )  # fmt: skip
+    return {"input_ids": found["input_ids"], **found}
+
+
+def prompt_inputs(processor: Processor, prompts: Sequence[str], images: Sequence[Sequence[str]]) -> Inputs:
+    """Return prompts with images as a batch to generate from, padded on the left.
+
+    Args:
+        processor: of a model of images and text.
+        prompts: as the chat template wrote them; images of turns behind a prompt are left out.
+        images: of each prompt's conversation the paths of the images, in order.
+    """
+    token = processor.image_token
+    shown = [paths[: prompt.count(token)] for prompt, paths in zip(prompts, images, strict=True)]
+    return inputs_of(processor, prompts, shown, "left")
+
+
+def collate_chat(processor: Processor, rows: Sequence[Row]) -> Inputs:
+    """Return a batch with images: what the processor makes, padded on the right, and ``trained``, [rows, longest].
+
+    Args:
+        processor: of a model of images and text.
+        rows: examples with ``text`` and ``images``.
+
+    Raises:
+        PeftlabError: an image is not the one that was there when the example was made.
+    """
+    batch = inputs_of(processor, [str(row["text"]) for row in rows], [_strings(row["images"]) for row in rows], "right")
+    for ids, row in zip(batch["input_ids"], rows, strict=True):
+        stored = torch.tensor(row["input_ids"])
+        if len(stored) > len(ids) or not torch.equal(ids[: len(stored)], stored):
+            raise PeftlabError(f"{', '.join(_strings(row['images']))}: has another size than before training")
+    marks = [torch.tensor(row["trained"]) for row in rows]
+    batch["trained"] = torch.nn.utils.rnn.pad_sequence(marks, batch_first=True)
+    return batch
+
+
+def _strings(value: object) -> Sequence[str]:
+    return cast(Sequence[str], value)

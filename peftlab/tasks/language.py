@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from peftlab.errors import PeftlabError
 from peftlab.files import typed_value
@@ -46,6 +46,7 @@ from peftlab.tasks.data import (
     text_lines,
 )
 from peftlab.tasks.generated import make_contexts, prompt_ids, prompt_text
+from peftlab.tasks.images import collate_chat, prompt_inputs, with_pictures
 from peftlab.tasks.labelled_rows import BEYOND, MISSING, OUTSIDE
 from peftlab.tasks.language_examples import (
     Encoding,
@@ -55,13 +56,19 @@ from peftlab.tasks.language_examples import (
     encode,
     encode_rows,
     fingerprint,
+    tokenizer_of,
 )
 from peftlab.tasks.problem import ModelSource, RowSharing, TaskOptions, TaskProblem, mean_loss, score_batches
 from peftlab.tasks.table import DataConfig, Task
-from peftlab.untyped import Attributes, Unwrapped
+from peftlab.untyped import Attributes, Processor, Unwrapped
+
+
+def _read_chat(table: Table, row: int, data: DataConfig) -> Conversation:
+    return with_pictures(read_conversation(table, row, data), table.path.parent)
+
 
 _READERS: dict[str, Callable[[Table, int, DataConfig], Source]] = {
-    "text/chat": read_conversation, "text/completion": read_completion, "text/plain": read_plain,
+    "text/chat": _read_chat, "text/completion": read_completion, "text/plain": read_plain,
 }  # fmt: skip
 RowT = TypeVar("RowT")
 Named = Callable[[Table, int], Sequence[str] | None]
@@ -135,17 +142,20 @@ def prepare(task: Task, data: DataConfig, source: ModelSource, options: TaskOpti
     """
     splits: dict[str, list[Source]]
     task, splits, left_out = load_rows(task, data)
-    held, tokenizer, how = evaluation_splits(task, splits), source.tokenizer(), encoding(task, data, options.max_length)
-    encoded = count_left_out(partial(encode_rows, tokenizer=tokenizer, how=how), left_out)
+    held, how = evaluation_splits(task, splits), encoding(task, data, options.max_length)
+    processor, sees = processor_for(source, splits)
+    tokenizer = tokenizer_of(processor)
+    encoded = count_left_out(partial(encode_rows, tokenizer=processor, how=how), left_out)
     held_out: dict[str, Dataset] = {name: encoded(rows) for name, rows in held.items()}
-    model, fresh = source.model("AutoModelForCausalLM", options.max_length)
+    auto_class = "AutoModelForImageTextToText" if sees else "AutoModelForCausalLM"
+    model, fresh = source.model(auto_class, options.max_length)
     train = encoded(splits["train"]) if options.train and "train" in splits else Dataset.from_dict({})
     pad = padding_or_end(tokenizer) or 0
-    padded = partial(collate, pad=pad)
+    padded = partial(collate_chat, processor) if sees else partial(collate, pad=pad)
     prompted_examples = held.get("test", held.get("validation", []))  # no checkpoint is chosen by its answers
     return TaskProblem(
         task=task,
-        processor=tokenizer,
+        processor=processor,
         model=model,
         fresh=fresh,
         train=train,
@@ -159,12 +169,26 @@ def prepare(task: Task, data: DataConfig, source: ModelSource, options: TaskOpti
         higher_is_better=False,
         left_out=left_out,
         fingerprint=fingerprint(task.name, sorted(splits.items())),
-        auto_class="AutoModelForCausalLM",
-        pipeline="text-generation",
-        sharing=RowSharing(partial(pack, pad=pad), packing_fault),
-        sample=partial(sample, tokenizer, next(iter(held.values()))[0]),
-        contexts=partial(make_contexts, prompted_examples, tokenizer, how, data.split_seed) if task.prompted else None,
+        auto_class=auto_class,
+        pipeline="image-text-to-text" if sees else "text-generation",
+        sharing=None if sees else RowSharing(partial(pack, pad=pad), packing_fault),
+        sample=partial(sample, processor, next(iter(held.values()))[0]),
+        contexts=partial(make_contexts, prompted_examples, processor, how, data.split_seed) if task.prompted else None,
     )
+
+
+def processor_for(source: ModelSource, splits: Mapping[str, Sequence[RowT]]) -> tuple[Processor, bool]:
+    """Return what makes a model's inputs of the rows: its tokenizer, or its processor where a row has an image.
+
+    Args:
+        source: where the model comes from.
+        splits: rows by split.
+
+    Returns:
+        The tokenizer or processor, and whether there are images.
+    """
+    sees = any(getattr(row, "pictures", ()) for rows in splits.values() for row in rows)
+    return (source.text_and_image_processor() if sees else source.tokenizer()), sees
 
 
 def load_rows(task: Task, data: DataConfig) -> tuple[Task, dict[str, list[RowT]], dict[str, int]]:
@@ -218,7 +242,7 @@ def count_left_out(
 
 
 def examples(
-    task: Task, data: DataConfig, row: Source, tokenizer: PreTrainedTokenizerBase, max_length: int
+    task: Task, data: DataConfig, row: Source, tokenizer: Processor, max_length: int
 ) -> list[list[tuple[str, Tokens]]]:
     """Return a row's examples, each as its sequences with their titles: one sequence without a title.
 
@@ -333,23 +357,29 @@ def _hold_out(splits: dict[str, list[RowT]], validation: int | float, seed: int)
 
 
 @torch.no_grad()
-def sample(tokenizer: PreTrainedTokenizerBase, row: Source, model: nn.Module) -> str:
+def sample(processor: Processor, row: Source, model: nn.Module) -> str:
     """Return the answer that a model decodes greedily to a held-out row.
 
     Args:
-        tokenizer: the model's tokenizer.
+        processor: the model's tokenizer, or its processor where the row has images.
         row: the held-out row.
         model: a causal language model.
     """
     bare: Unwrapped = getattr(model, "module", model)
-    text = prompt_text(row, tokenizer) if isinstance(row, Conversation) else row.prompt or row.completion[:40]
-    ids = torch.tensor([prompt_ids(row, text, tokenizer)], device=bare.device)
+    tokenizer = tokenizer_of(processor)
+    text = prompt_text(row, processor) if isinstance(row, Conversation) else row.prompt or row.completion[:40]
+    if isinstance(row, Conversation) and row.pictures:
+        inputs = prompt_inputs(processor, [text], [[picture.path for picture in row.pictures]])
+    else:
+        ids = torch.tensor([prompt_ids(row, text, tokenizer)])
+        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    inputs = {key: value.to(bare.device) for key, value in inputs.items()}
     with eval_mode(bare):
         output = bare.generate(
-            input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=_ANSWER,
-            pad_token_id=padding_or_end(tokenizer),
-        )  # fmt: skip
-    return str(tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)).strip()
+            **inputs, do_sample=False, max_new_tokens=_ANSWER, pad_token_id=padding_or_end(tokenizer)
+        )
+    answer = output[0, inputs["input_ids"].shape[1] :]
+    return str(tokenizer.decode(answer, skip_special_tokens=True)).strip()
 
 
 # --- The negative log-likelihood of the trained tokens, without ever holding logits of all of them.

@@ -9,10 +9,11 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING, Literal
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -20,8 +21,8 @@ from torch import Tensor
 from peftlab.errors import PeftlabError
 from peftlab.files import Json
 from peftlab.tasks.batches import Row
-from peftlab.tasks.conversations import Completion, Conversation, Message, tool_calls_of
-from peftlab.untyped import Schema
+from peftlab.tasks.conversations import Completion, Conversation, Message, Picture, tool_calls_of
+from peftlab.untyped import Processor, Schema
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -49,14 +50,17 @@ def _shaped(messages: Sequence[Message], *, parts: bool, without: bool, texts: b
     for message in messages:
         changes: dict[str, object] = {}
         calls = tool_calls_of(message)
-        if without and calls and not message["content"]:
+        given: list[dict[str, str]] = message.get("parts")  # type: ignore[assignment]
+        if given:  # the image itself goes to the processor
+            changes["content"] = [part if part["type"] == "text" else {"type": "image"} for part in given]
+        elif without and calls and not message["content"]:
             changes["content"] = None
         elif parts:
             changes["content"] = [{"type": "text", "text": message["content"]}]
         if texts and calls:
             written = [{**c["function"], "arguments": json.dumps(c["function"]["arguments"])} for c in calls]
             changes["tool_calls"] = [{**c, "function": function} for c, function in zip(calls, written, strict=True)]
-        shaped.append({**message, **changes})  # type: ignore[dict-item]
+        shaped.append({key: value for key, value in {**message, **changes}.items() if key != "parts"})  # type: ignore[misc]
     return shaped
 
 
@@ -162,6 +166,88 @@ def _answer_end(text: str, start: int, end: int, markers: Sequence[str]) -> tupl
     return end, True
 
 
+# --- Images in a text: the chat template writes a placeholder for each, and the model's processor its tokens.
+_FILLINGS: WeakKeyDictionary[Processor, dict[tuple[int, int], str]] = WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A placeholder at ``span`` of a text, and the characters ``filled`` that take its place in the longer text."""
+
+    span: tuple[int, int]
+    filled: tuple[int, int]
+
+
+def tokenizer_of(processor: Processor) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of a processor of images and text, or the tokenizer that was given."""
+    tokenizer: Processor = getattr(processor, "tokenizer", processor)
+    return tokenizer
+
+
+def check_placeholders(processor: Processor, text: str, count: int, where: str) -> None:
+    """Refuse a template's text that does not have a placeholder for each of its ``count`` images, and no other.
+
+    Args:
+        processor: the model's.
+        text: what the chat template wrote.
+        count: images of the conversation.
+        where: file and line, for errors.
+    """
+    token = processor.image_token
+    if (found := text.count(token)) != count:
+        raise PeftlabError(
+            f"{where}: {count} images, and {found} times {token} in what the chat template writes: it writes no "
+            f"images, or a turn contains {token}"
+        )
+
+
+def with_image_tokens(processor: Processor, text: str, pictures: Sequence[Picture]) -> tuple[str, list[Placed]]:
+    """Return a text with the image tokens that the processor puts in the place of each placeholder, and where.
+
+    How many they are depends on an image's size alone, so that no file is read here.
+
+    Args:
+        processor: the model's.
+        text: with as many placeholders as pictures.
+        pictures: the images, in order.
+    """
+    first, *rest = text.split(processor.image_token)
+    longer, places, before = first, list[Placed](), len(first)
+    for picture, part in zip(pictures, rest, strict=True):
+        filling = _filling(processor, picture)
+        end = before + len(processor.image_token)
+        places.append(Placed((before, end), (len(longer), len(longer) + len(filling))))
+        longer, before = longer + filling + part, end + len(part)
+    return longer, places
+
+
+def _filling(processor: Processor, picture: Picture) -> str:
+    """Return the text of an image's tokens, which the processor makes of a white image of its size."""
+    from PIL import Image
+
+    known = _FILLINGS.setdefault(processor, {})
+    if picture.size not in known:
+        found = processor(
+            text=[processor.image_token],
+            images=[[Image.new("RGB", picture.size, "white")]],
+            add_special_tokens=False,
+            return_text_replacement_offsets=True,
+        )
+        known[picture.size] = str(found["text_replacement_offsets"][0][0]["replacement"])
+    return known[picture.size]
+
+
+def moved(places: Sequence[Placed], character: int) -> int:
+    """Return where a character of the text is in the longer one; none of a placeholder's is asked for.
+
+    Args:
+        places: what ``with_image_tokens`` returned.
+        character: its place in the text with placeholders.
+    """
+    last = max((place for place in places if place.span[1] <= character), key=lambda p: p.span, default=None)
+    return character if last is None else character - last.span[1] + last.filled[1]
+
+
 # --- Token ids.
 Source = Conversation | Completion
 TooLong = Literal["drop", "truncate", "error"]
@@ -187,25 +273,32 @@ class Encoding:
 
 @dataclass
 class Tokens:
-    """One example: token ids, which of them are trained, and the UTF-8 bytes of the trained text."""
+    """One example: token ids, which of them are trained, and the UTF-8 bytes of the trained text.
+
+    Attributes:
+        text: what a processor makes the tokens of, together with the ``images``' files; empty without images.
+        filled: of each image the first token, the one after its last, and what it is, for people.
+    """
 
     input_ids: list[int]
     trained: list[bool]
     trained_bytes: int
+    text: str = ""
+    images: list[str] = field(default_factory=list)
+    filled: list[tuple[int, int, str]] = field(default_factory=list)
 
 
-def encode_rows(
-    rows: Sequence[Source], tokenizer: PreTrainedTokenizerBase, how: Encoding
-) -> tuple[Dataset, dict[str, int]]:
+def encode_rows(rows: Sequence[Source], tokenizer: Processor, how: Encoding) -> tuple[Dataset, dict[str, int]]:
     """Return the examples of ``rows``, and the number of them that were left out by reason.
 
     Args:
         rows: conversations or completions.
-        tokenizer: the model's tokenizer.
+        tokenizer: the model's tokenizer; its processor where rows have images.
         how: how rows become tokens.
 
     Returns:
-        Columns ``input_ids``, ``trained`` (one per token), ``length``, ``trained_tokens``, ``trained_bytes``.
+        Columns ``input_ids``, ``trained`` (one per token), ``length``, ``trained_tokens``, ``trained_bytes``; with
+        images also ``text`` and ``images``.
 
     Raises:
         PeftlabError: a row without a trained token, one that the chat template refuses, or one that is too long where
@@ -229,28 +322,31 @@ def encode_rows(
         "trained_tokens": [sum(tokens.trained) for tokens in kept],
         "trained_bytes": [tokens.trained_bytes for tokens in kept],
     }
+    if any(tokens.images for tokens in kept):
+        columns |= {"text": [tokens.text for tokens in kept], "images": [tokens.images for tokens in kept]}
     return Dataset.from_dict(columns), {TOO_LONG: dropped} if dropped else {}
 
 
-def encode(row: Source, tokenizer: PreTrainedTokenizerBase, how: Encoding) -> list[Tokens]:
+def encode(row: Source, tokenizer: Processor, how: Encoding) -> list[Tokens]:
     """Return a row's examples: one, or several where a template writes earlier turns anew.
 
     Args:
         row: a conversation or a completion.
-        tokenizer: the model's tokenizer.
+        tokenizer: the model's tokenizer; its processor where rows have images.
         how: how rows become tokens.
     """
     if isinstance(row, Conversation):
-        return [
-            _tokenise_marked(formatted, tokenizer, row.where) for formatted in format_chat(row, tokenizer, how.train_on)
-        ]
+        found, messages, form = _format(row, tokenizer, how.train_on)
+        if row.pictures:
+            check_placeholders(tokenizer, form(messages, False), len(row.pictures), row.where)
+        return [_tokenise_marked(formatted, tokenizer, row.where, pictures=row.pictures) for formatted in found]
     start = 0 if how.train_on == "all" else len(row.prompt)
     text = row.prompt + row.completion
     tokens = _tokenise_marked(Formatted(text, ((start, len(text)),), True), tokenizer, row.where, bos=True)
     return [tokens]
 
 
-def format_chat(row: Conversation, tokenizer: PreTrainedTokenizerBase, train_on: TrainOn) -> list[Formatted]:
+def format_chat(row: Conversation, tokenizer: Processor, train_on: TrainOn) -> list[Formatted]:
     """Return a conversation as its template writes it, and where its answers are; errors name the row.
 
     Args:
@@ -261,7 +357,7 @@ def format_chat(row: Conversation, tokenizer: PreTrainedTokenizerBase, train_on:
     return _format(row, tokenizer, train_on)[0]
 
 
-def prompt_of(row: Conversation, tokenizer: PreTrainedTokenizerBase) -> str:
+def prompt_of(row: Conversation, tokenizer: Processor) -> str:
     """Return the text before a conversation's last answer, with the template's prompt for it.
 
     Args:
@@ -274,7 +370,7 @@ def prompt_of(row: Conversation, tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def _format(
-    row: Conversation, tokenizer: PreTrainedTokenizerBase, train_on: TrainOn
+    row: Conversation, tokenizer: Processor, train_on: TrainOn
 ) -> tuple[list[Formatted], list[Message], Format]:
     """Return what ``format_chat`` does, with the messages and the form in which the template took them."""
     write = template_of(row, tokenizer)
@@ -283,20 +379,18 @@ def _format(
         for shape in shapes(messages):
             form = partial(write, shape)
             try:
-                return answers(messages, form, markers(tokenizer), train_on), messages, form
+                return answers(messages, form, markers(tokenizer_of(tokenizer)), train_on), messages, form
             except PeftlabError as error:
                 refusals.append(error)
     raise PeftlabError(f"{row.where}: {refusals[0]}") from refusals[0]
 
 
-def template_of(
-    row: Conversation, tokenizer: PreTrainedTokenizerBase
-) -> Callable[[Shape, Sequence[Message], bool], str]:
+def template_of(row: Conversation, tokenizer: Processor) -> Callable[[Shape, Sequence[Message], bool], str]:
     """Return the tokenizer's chat template with the conversation's tools; see ``Format`` and ``Shape``.
 
     Args:
         row: the conversation, for its tools.
-        tokenizer: one with a chat template.
+        tokenizer: one with a chat template, or a processor with one.
 
     Raises:
         PeftlabError: there is none; the row is named.
@@ -346,18 +440,34 @@ def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
 
 
 def _tokenise_marked(
-    formatted: Formatted, tokenizer: PreTrainedTokenizerBase, where: str, *, bos: bool = False
+    formatted: Formatted,
+    processor: Processor,
+    where: str,
+    *,
+    bos: bool = False,
+    pictures: Sequence[Picture] = (),
 ) -> Tokens:
-    """Tokenise a text once and mark the tokens whose first character is within a span.
+    """Tokenise a text once and mark the tokens whose first character is within a span, and in no image.
 
     Args:
         bos: begin with the token that the tokenizer begins texts with; a chat template writes its own.
+        pictures: the images whose placeholders the text has, in order; there may be more, of later turns.
     """
+    tokenizer = tokenizer_of(processor)
     if not tokenizer.is_fast:
         raise PeftlabError(f"{where}: {type(tokenizer).__name__} does not say where its tokens are in the text")
-    found = tokenizer(formatted.text, add_special_tokens=False, return_offsets_mapping=True)
+    text, spans, filled = formatted.text, formatted.spans, list[tuple[int, int]]()
+    if pictures:
+        pictures = pictures[: text.count(processor.image_token)]
+        text, places = with_image_tokens(processor, text, pictures)
+        spans = tuple((moved(places, first), moved(places, end)) for first, end in spans)
+        filled = [place.filled for place in places]
+    found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     ids, starts = list(found["input_ids"]), [start for start, _ in found["offset_mapping"]]
-    trained = [any(first <= start < end for first, end in formatted.spans) for start in starts]
+    trained = [
+        any(first <= start < end for first, end in spans) and not any(first <= start < end for first, end in filled)
+        for start in starts
+    ]
     if bos:
         begin = bos_ids(tokenizer)
         ids, trained = [*begin, *ids], [False] * len(begin) + trained
@@ -368,7 +478,16 @@ def _tokenise_marked(
         raise PeftlabError(f"{where}: no token of this row is trained")
     marked = markers(tokenizer)
     size = sum(len(_unmarked(formatted.text[first:end], marked).encode()) for first, end in formatted.spans)
-    return Tokens(ids, trained, size)
+    if not pictures:
+        return Tokens(ids, trained, size)
+    shown = []
+    for picture, (first, end) in zip(pictures, filled, strict=True):
+        inside = [place for place, start in enumerate(starts) if first <= start < end]
+        width, height = picture.size
+        label = f"[{picture.path}: {width} x {height}, {len(inside)} tokens]"
+        shown.append((inside[0], inside[-1] + 1, label))
+    ending = str(tokenizer.eos_token) if formatted.ends and tokenizer.eos_token_id is not None else ""
+    return Tokens(ids, trained, size, formatted.text + ending, [picture.path for picture in pictures], shown)
 
 
 def _unmarked(text: str, marked: Sequence[str]) -> str:
@@ -405,8 +524,11 @@ def fit_length(tokens: Tokens, where: str, how: Encoding) -> list[Tokens]:
             if any(trained):
                 parts.append(Tokens(ids, trained, round(share * sum(trained))))
         return parts
-    if how.too_long == "error":
-        raise PeftlabError(f"{where}: {length} tokens, and train.max_length is {how.max_length}")
+    if how.too_long == "error" or (tokens.images and how.too_long == "truncate"):
+        seen = sum(end - first for first, end, _ in tokens.filled)
+        what = f", {seen} of them of images" if tokens.images else ""
+        cut = "; an image cannot be cut" if tokens.images and how.too_long == "truncate" else ""
+        raise PeftlabError(f"{where}: {length} tokens{what}, and train.max_length is {how.max_length}{cut}")
     kept = tokens.trained[: how.max_length]
     if how.too_long == "drop" or not any(kept):
         return []

@@ -15,7 +15,15 @@ from transformers import BaseImageProcessor, PreTrainedModel, PreTrainedTokenize
 
 from peftlab.errors import PeftlabError
 from peftlab.models.config import BaseConfig
-from peftlab.models.load import eval_mode, load_base, load_image_processor, load_tokenizer, position_limit, storage
+from peftlab.models.load import (
+    eval_mode,
+    load_base,
+    load_image_processor,
+    load_processor,
+    load_tokenizer,
+    position_limit,
+    storage,
+)
 from peftlab.tasks.batches import Row
 from peftlab.tasks.generated import Contexts
 from peftlab.tasks.metrics import Analysis
@@ -46,6 +54,10 @@ class ModelSource:
     def image_processor(self) -> BaseImageProcessor:
         """Load the model's image processor."""
         return load_image_processor(self.reference, revision=self.revision, trust_remote_code=self.trust_remote_code)
+
+    def text_and_image_processor(self) -> Processor:
+        """Load the model's processor of images and text."""
+        return load_processor(self.reference, revision=self.revision, trust_remote_code=self.trust_remote_code)
 
     def model(
         self, auto_class: str, max_length: int, options: Attributes | None = None

@@ -1,4 +1,4 @@
-"""Image classification from a recipe: train, save, merge, predict, resume; transformers and peft load what is saved."""
+"""Images from a recipe: classes, and conversations; transformers and peft load what is saved."""
 
 from __future__ import annotations
 
@@ -11,17 +11,21 @@ import peft
 import pytest
 import tiny
 import torch
-from transformers import AutoImageProcessor, AutoModelForImageClassification
+from transformers import AutoImageProcessor, AutoModelForImageClassification, AutoModelForImageTextToText
 
 import peftlab
+from peftlab.checkpoints.tensors import read_tensors
 from peftlab.errors import PeftlabError
+from peftlab.models.load import load_processor
 from peftlab.pipelines.evaluate import evaluate
+from peftlab.pipelines.finetune import load_task
 from peftlab.pipelines.predict import predict_file
 from peftlab.pipelines.preview import example_inputs, show_examples
 from peftlab.pipelines.recipes import resume
 from peftlab.recipe.schema import FinetuneRecipe
+from peftlab.tasks.batches import model_inputs
 from peftlab.tasks.images import read_image
-from tests.image_models import CLASSIFIERS, save_classifier, save_digits
+from tests.image_models import CLASSIFIERS, VISION_LANGUAGE, save_classifier, save_digits, save_vision_language
 
 
 @pytest.fixture(scope="module")
@@ -128,3 +132,173 @@ def test_a_model_of_another_size_is_refused_before_training(tmp_path: Path, digi
     with pytest.raises(PeftlabError, match=r"has no preprocessor_config.json"):
         tiny.run(values)
     assert not (tmp_path / "run" / "adapter").exists()
+
+
+# --- ``text/chat`` with images.
+ASKED = ("Which digit?", "Is it even?")
+
+
+def chats(file: Path, digits: Path, n: int = 24) -> Path:
+    """Write conversations about one image, about two, and one about none."""
+    paths = sorted(digits.rglob("*.png"))
+    rows = []
+    for i, path in enumerate(paths[:: len(paths) // n][:n]):
+        name, other = str(path.relative_to(file.parent)), str(paths[i].relative_to(file.parent))
+        parts = [{"type": "image", "path": name}, {"type": "text", "text": ASKED[i % 2]}]
+        if i % 5 == 4:
+            parts += [{"type": "image", "path": other}, {"type": "text", "text": "And this?"}]
+        asked = [{"role": "user", "content": parts}]
+        rows.append({"messages": [*asked, {"role": "assistant", "content": [path.parent.name, "no"][i % 2]}]})
+    hello = [{"role": "user", "content": "Hello?"}, {"role": "assistant", "content": "Hi."}]
+    file.write_text("".join(json.dumps(row) + "\n" for row in [*rows, {"messages": hello}]))
+    return file
+
+
+@pytest.fixture(scope="module", params=VISION_LANGUAGE)
+def talked(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The recipe of a run on conversations with images, its directory and what it ended with."""
+    place = tmp_path_factory.mktemp(request.param)
+    save_digits(place / "digits", each=12)
+    values = {
+        "model": str(save_vision_language(request.param, place / "model")),
+        "task": "text/chat",
+        "data": {"path": str(chats(place / "chats.jsonl", place / "digits")), "validation": 6},
+        "method": {"name": "lora", "r": 2, "lora_dropout": 0.1},
+        "train": {"max_steps": 4, "batch_size": 4, "lr": 1e-2, "warmup": 0.0, "max_length": 400, "eval_every": 2},
+        "generate": {"metrics": ["exact_match"], "max_new_tokens": 3, "before": False},
+        "output_dir": str(place / "run"),
+    }
+    return values, place / "run", tiny.run(values)
+
+
+def test_examples_with_images_are_the_processors_own(talked: Any) -> None:
+    values, _, _ = talked
+    task = load_task(FinetuneRecipe.model_validate(values))
+    tokenizer = task.processor.tokenizer
+    special = {tokenizer.convert_tokens_to_ids(VISION_LANGUAGE[Path(values["model"]).parent.name[:-1]]["image"])}
+    for i in range(len(task.train)):
+        row = task.train[i]
+        learnt = [id for id, trained in zip(row["input_ids"], row["trained"], strict=True) if trained]
+        answer = tokenizer.decode(learnt)
+        assert answer.endswith("<|im_end|>") and answer.removesuffix("<|im_end|>") in ("0", "1", "4", "no", "Hi.")
+        assert row["trained_bytes"] == len(answer.removesuffix("<|im_end|>"))
+        images = [[read_image(path) for path in row["images"]]]
+        own = task.processor(text=[row["text"]], images=images if row["images"] else None, add_special_tokens=False)
+        assert list(own["input_ids"][0]) == row["input_ids"]
+    all_trained = load_task(FinetuneRecipe.model_validate({**values, "data": {**values["data"], "train_on": "all"}}))
+    for row in all_trained.train:
+        seen = [t for id, t in zip(row["input_ids"], row["trained"], strict=True) if id in special]
+        assert bool(seen) == bool(row["images"]) and not any(seen)
+
+
+def test_the_loss_is_that_of_the_models_own_logits(talked: Any) -> None:
+    values, _, _ = talked
+    task = load_task(FinetuneRecipe.model_validate(values))
+    batch = task.collate([task.train[i] for i in range(4)])
+    with torch.no_grad():
+        loss = task.loss(task.model, batch)
+        logits = task.model(**{key: value for key, value in batch.items() if key != "trained"}).logits.float()
+    kept = batch["trained"][:, 1:]
+    own = torch.nn.functional.cross_entropy(logits[:, :-1][kept], batch["input_ids"][:, 1:][kept], reduction="sum")
+    assert float(loss) == pytest.approx(float(own), rel=1e-4)
+
+
+def test_the_language_part_is_adapted_and_every_tensor_kept(talked: Any) -> None:
+    values, run, results = talked
+    assert results["merge"]["max_logit_difference"] < 1e-4 and results["merge"]["examples"] == 6
+    assert 0 <= results["generate"]["exact_match"] <= 1 and results["generate"]["contexts"] == 6
+    before, _ = read_tensors(Path(values["model"]) / "model.safetensors")
+    after, _ = read_tensors(run / "merged" / "model.safetensors")
+    assert before.keys() == after.keys()
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed and all("layers" in name and "vision" not in name and "visual" not in name for name in changed)
+
+
+def test_transformers_and_peft_load_a_model_that_sees(talked: Any) -> None:
+    values, run, _ = talked
+    task = load_task(FinetuneRecipe.model_validate(values))
+    batch = model_inputs(task.collate([task.train[i] for i in range(3)]))
+    base = AutoModelForImageTextToText.from_pretrained(values["model"])
+    merged = AutoModelForImageTextToText.from_pretrained(run / "merged").eval()
+    adapted = peft.PeftModel.from_pretrained(base, str(run / "adapter")).eval()
+    with torch.no_grad():
+        torch.testing.assert_close(merged(**batch).logits, adapted(**batch).logits, rtol=1e-3, atol=1e-3)
+    assert load_processor(str(run)).image_token == task.processor.image_token
+
+
+def test_a_stopped_chat_resumes_bit_for_bit(talked: Any, tmp_path: Path) -> None:
+    _, run, _ = talked
+    stopped = Path(shutil.copytree(run, tmp_path / "run"))
+    sorted((stopped / "checkpoints").glob("*.pt"))[-1].unlink()
+    (stopped / "results.json").unlink()
+    resume(stopped)
+    for name in ("metrics.jsonl", "adapter/adapter_model.safetensors"):
+        assert (stopped / name).read_bytes() == (run / name).read_bytes()
+
+
+def test_shown_images_say_their_size_and_tokens(talked: Any) -> None:
+    values, _, _ = talked
+    shown = show_examples(FinetuneRecipe.model_validate(values), 3)
+    text = "".join(part.text for sequence in shown for part in sequence.parts)
+    assert ".png: 8 x 8, " in text and " tokens]" in text and "Which digit?" in text
+    assert all("tokens]" not in part.text for sequence in shown for part in sequence.parts if part.trained)
+
+
+def said(content: Any, answer: Any = "0") -> list[dict[str, Any]]:
+    return [{"role": "user", "content": content}, {"role": "assistant", "content": answer}]
+
+
+IMAGE = {"type": "image", "path": "digits/0/000.png"}
+WORDS = {"type": "text", "text": "Which?"}
+
+
+@pytest.mark.parametrize(
+    ("turns", "train", "data", "message"),
+    [
+        (said([{"type": "image", "path": "gone.png"}, WORDS]), {}, {}, r"chats.jsonl:1: .*gone.png: no such file"),
+        (
+            said([{"type": "image", "path": "chats.jsonl"}, WORDS]),
+            {},
+            {},
+            r"chats.jsonl: not an image that Pillow can read",
+        ),
+        (
+            said([{"type": "image", "url": "x.png"}, WORDS]),
+            {},
+            {},
+            r"parts \{type: text, text: ...\} and \{type: image, path: ...\}",
+        ),
+        (
+            said([{"type": "video", "path": "x.mp4"}, WORDS]),
+            {},
+            {},
+            r"a part of type 'video'; this task learns from texts and images",
+        ),
+        (said([WORDS], [IMAGE]), {}, {}, r"an image in a turn of role assistant; the user's turns have them"),
+        (said([IMAGE, {"type": "text", "text": "what is <image>?"}]), {}, {}, r"1 images, and 2 times <image> in what"),
+        (
+            said([IMAGE, WORDS]),
+            {"max_length": 20},
+            {"too_long": "error"},
+            r"tokens, 16 of them of images, and train.max_length is 20",
+        ),
+        (said([IMAGE, WORDS]), {"max_length": 20}, {"too_long": "truncate"}, r"is 20; an image cannot be cut"),
+        (said([IMAGE, WORDS]), {"max_length": 20}, {}, r"every example is longer than train.max_length, 20 tokens"),
+    ],
+)
+def test_bad_images_in_conversations_are_named(llava: Path, turns: Any, train: Any, data: Any, message: str) -> None:
+    file = llava.parent / "chats.jsonl"
+    file.write_text(f"{json.dumps({'messages': turns})}\n" * 2)
+    values = {
+        "model": str(llava), "task": "text/chat", "data": {"path": str(file), "validation": 1, **data},
+        "method": "lora", "train": {"max_steps": 1, "max_length": 256, **train}, "output_dir": str(llava.parent / "run"),
+    }  # fmt: skip
+    with pytest.raises(PeftlabError, match=message):
+        load_task(FinetuneRecipe.model_validate(values))
+
+
+@pytest.fixture(scope="module")
+def llava(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("llava")
+    save_digits(place / "digits", each=2)
+    return save_vision_language("llava", place / "model")

@@ -35,7 +35,16 @@ from peftlab.methods.lora.layers import (
     leaves,
     with_unshared_parameters,
 )
-from peftlab.models.architectures import FUSED, QUERY_VALUE, conv1d, embeddings_of, generates_text, inside, model_type
+from peftlab.models.architectures import (
+    FUSED,
+    QUERY_VALUE,
+    conv1d,
+    embeddings_of,
+    generates_text,
+    inside,
+    language_part,
+    model_type,
+)
 from peftlab.models.quantised import is_quantised, weight_shape
 from peftlab.patterns import matching
 from peftlab.untyped import Attributes
@@ -157,6 +166,8 @@ def _chosen(model: nn.Module, config: LoraConfig, body: list[str]) -> list[str]:
     outputs = getattr(model, "get_output_embeddings", lambda: None)()
     linear = [n for n in body if isinstance(model.get_submodule(n), (nn.Linear, *conv1d()))]
     linear = [name for name in linear if model.get_submodule(name) is not outputs]
+    if config.target_modules is None and (language := language_part(model)):  # its images are seen as they were
+        linear = [name for name in linear if inside(name, [language])]
     names = query_and_value(model, linear) if chosen == QUERY_AND_VALUE else linear
     if not names:
         raise PeftlabError(
