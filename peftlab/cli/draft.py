@@ -314,13 +314,23 @@ def generate(
     tree: Tree = None,
     verify: Verify = None,
     draft_window: DraftWindow = None,
+    image: Annotated[
+        list[str] | None, typer.Option("--image", help="A file that the prompt asks about; may be given several times.")
+    ] = None,
     device: Device = "auto",
 ) -> object:
     """Generate text to the terminal, or chat, with a draft if one is named; then say how fast it was."""
     from peftlab.pipelines.generate import generate as generated
-    from peftlab.pipelines.generate import load_writer
+    from peftlab.pipelines.generate import generate_with_images, load_writer
 
     options = _decoding_options(locals())
+    if image:
+        if prompt is None or draft is not None or drafter is not None or stop:
+            raise PeftlabError("--image: goes with --prompt, and without --draft, --drafter and --stop")
+        answer = generate_with_images(target, prompt, image, options)
+        _write(answer.text)
+        _end_line(answer)
+        return answer
     if prompt is not None:
         answer = generated(target, prompt, draft, options, drafter=drafter, stop=stop or [], chat=chat, on_text=_write)
         _end_line(answer)

@@ -6,9 +6,14 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 
+from torch import nn
+from transformers import PreTrainedModel
+
+from peftlab.checkpoints.adapter import load_model
 from peftlab.decoding.decode import PolicyFactory, PolicyInputs, StoppingCriteria, decode, fixed
-from peftlab.decoding.generation import TextStream, stop_at
+from peftlab.decoding.generation import TextStream, answer_inputs, stop_at
 from peftlab.decoding.measurements import (
     DistanceMeter,
     LossyResult,
@@ -24,13 +29,18 @@ from peftlab.drafting.base import (
     make_drafter,
     needs_draft,
 )
-from peftlab.environment import Cpu, describe_cpu
+from peftlab.drafting.target import eos_ids
+from peftlab.environment import Cpu, describe_cpu, resolve_device
 from peftlab.errors import PeftlabError
-from peftlab.models.load import load_tokenizer
+from peftlab.models.load import load_processor, load_tokenizer
+from peftlab.models.quantised import DTYPES
 from peftlab.pipelines.benchmark import DecodingOptions, StoredWeights, acceptance_head, draft_lengths, stored_weights
-from peftlab.tasks.conversations import Message, chat_ids
-from peftlab.tasks.language_examples import end_of_turn
+from peftlab.tasks.batches import padding_or_end
+from peftlab.tasks.conversations import Conversation, Message, chat_ids
+from peftlab.tasks.images import prompt_inputs, with_pictures
+from peftlab.tasks.language_examples import check_placeholders, end_of_turn, prompt_of, tokenizer_of
 from peftlab.tasks.prompts import Prompt, encode
+from peftlab.tasks.table import GenerateConfig
 
 
 @dataclass(frozen=True)
@@ -195,6 +205,53 @@ def generate(
     writer = load_writer(target, draft, options, drafter=drafter, stop=stop, chat=chat)
     messages = [{"role": "user", "content": prompt}] if chat else None
     return writer.write(encode(writer.pair.tokenizer, Prompt("prompt", "all", prompt, messages)), on_text)
+
+
+def generate_with_images(
+    target: str, prompt: str, images: Sequence[str], options: DecodingOptions | None = None
+) -> GeneratedText:
+    """Answer a question about images, by transformers' ``generate``: nothing is drafted, and nothing streamed.
+
+    Args:
+        target: reference of a model of images and text.
+        prompt: the question; the chat template writes it behind the images.
+        images: their files, in order.
+        options: ``max_new_tokens``, sampling, ``dtype`` and ``device``; None for the defaults.
+
+    Raises:
+        PeftlabError: the target sees no images, or a file is none.
+    """
+    options = options or DecodingOptions()
+    device = resolve_device(options.device)
+    asked: dict[str, object] = {
+        "role": "user",
+        "content": prompt,
+        "parts": [*({"type": "image", "path": path} for path in images), {"type": "text", "text": prompt}],
+    }
+    turns: list[Message] = [asked, {"role": "assistant", "content": "a"}]  # type: ignore[list-item]
+    row = with_pictures(Conversation(turns, "prompt"), Path())
+    processor = load_processor(target)
+    loaded, _ = load_model(target, "AutoModelForImageTextToText", dtype=DTYPES[options.dtype])
+    model: PreTrainedModel = nn.Module.to(loaded, device)
+    text = prompt_of(row, processor)
+    check_placeholders(processor, text, len(images), "prompt")
+    tokenizer = tokenizer_of(processor)
+    settings = GenerateConfig(
+        metrics=["exact_match"],  # not computed
+        max_new_tokens=options.max_new_tokens,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        seed=options.seed,
+    )
+    ends = eos_ids(model) | end_of_turn(tokenizer)
+    began = time.perf_counter()
+    inputs = prompt_inputs(processor, [text], [images])
+    (tokens,) = answer_inputs(model, settings, ends, padding_or_end(tokenizer) or 0, inputs)
+    seconds = time.perf_counter() - began
+    reason = "eos" if tokens and tokens[-1] in ends else "length"
+    answer = str(tokenizer.decode(tokens, skip_special_tokens=True))
+    return GeneratedText(answer, tokens, reason, seconds, None, None)
 
 
 _LEAST_ROOM = 4  # a quarter of the context is room enough for an answer, however many tokens one may have

@@ -276,7 +276,7 @@ class Tokens:
     """One example: token ids, which of them are trained, and the UTF-8 bytes of the trained text.
 
     Attributes:
-        text: what a processor makes the tokens of, together with the ``images``' files; empty without images.
+        text: what a processor makes the tokens of, together with the ``images``' files.
         filled: of each image the first token, the one after its last, and what it is, for people.
     """
 
@@ -478,8 +478,6 @@ def _tokenise_marked(
         raise PeftlabError(f"{where}: no token of this row is trained")
     marked = markers(tokenizer)
     size = sum(len(_unmarked(formatted.text[first:end], marked).encode()) for first, end in formatted.spans)
-    if not pictures:
-        return Tokens(ids, trained, size)
     shown = []
     for picture, (first, end) in zip(pictures, filled, strict=True):
         inside = [place for place, start in enumerate(starts) if first <= start < end]

@@ -291,7 +291,7 @@ def test_bad_images_in_conversations_are_named(llava: Path, turns: Any, train: A
     file.write_text(f"{json.dumps({'messages': turns})}\n" * 2)
     values = {
         "model": str(llava), "task": "text/chat", "data": {"path": str(file), "validation": 1, **data},
-        "method": "lora", "train": {"max_steps": 1, "max_length": 256, **train}, "output_dir": str(llava.parent / "run"),
+        "method": {"name": "lora"}, "train": {"max_steps": 1, "max_length": 256, **train}, "output_dir": str(llava.parent / "run"),
     }  # fmt: skip
     with pytest.raises(PeftlabError, match=message):
         load_task(FinetuneRecipe.model_validate(values))
