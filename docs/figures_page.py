@@ -84,10 +84,11 @@ def _section(part: dict[str, Any], *, versioned: bool) -> str:
         f"| work | peer | {' | '.join(cpus)} |" + " command |" * apart,
         "| --- | --- |" + " --- |" * (len(cpus) + apart),
     ]
-    for key in dict.fromkeys(map(_key, rows)):
-        found = [row for row in rows if _key(row) == key]
+    keys = [(*_key(row), row["command"] if apart else "") for row in rows]
+    for key in dict.fromkeys(keys):
+        found = [row for row, of_row in zip(rows, keys, strict=True) if of_row == key]
         cells = [_ratios(found, cpu) for cpu in cpus]
-        cells += [", ".join(dict.fromkeys(f"`{row['command']}`" for row in found))] * apart
+        cells += [f"`{key[2]}`"] * apart
         lines.append(f"| {key[0]} | {key[1]} | {' | '.join(cells)} |")
     return f"\n## {part['title']}\n{part['conditions']} {how}.\n\n" + "\n".join(lines) + "\n"
 

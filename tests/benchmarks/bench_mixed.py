@@ -132,9 +132,8 @@ def main() -> list[Figure]:
                 ]
             else:
                 passes.append(beside)
-        work = f"passes of {', '.join(map(str, TOKENS[:-1]))} and {TOKENS[-1]} tokens a row, LoRA on {label}"
-        figures.append(ranged(work, "peft's mixed batch", passes))
-    return figures
+    work = f"passes of {', '.join(map(str, TOKENS[:-1]))} and {TOKENS[-1]} tokens a row, LoRA on {label}"
+    return [*figures, ranged(work, "peft's mixed batch", passes)]
 
 
 if __name__ == "__main__":
