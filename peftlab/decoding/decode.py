@@ -268,6 +268,9 @@ class Drafter(Protocol):
         concurrent: whether it drafts while the target verifies. Its time is then no part of a step's, and tokens that
             the target has not read are verified exactly or not at all.
         has_logits: whether it proposes chains with the logits of each token's distribution (``Proposal.logits``).
+        longest: tokens of a chain that it drafts at most; None: any number.
+        acceptance: of a draft that estimates it, the state from which a token is drafted [H] -> the probability that
+            the token is accepted; None: it does not.
     """
 
     @property
@@ -288,6 +291,14 @@ class Drafter(Protocol):
     @property
     def has_logits(self) -> bool:
         return False
+
+    @property
+    def longest(self) -> int | None:
+        return None
+
+    @property
+    def acceptance(self) -> Callable[[Tensor], float] | None:
+        return None
 
     def candidates(self, acceptance: Sequence[float], verification: Sequence[float]) -> list[DraftCandidate]:
         """Return the drafts of 1, 2, ... tokens whose acceptance is known; by default chains, drafted token by token.
@@ -694,6 +705,10 @@ class DrafterWrapper(Drafter):
     @property
     def has_logits(self) -> bool:
         return self.drafter.has_logits
+
+    @property
+    def acceptance(self) -> Callable[[Tensor], float] | None:
+        return self.drafter.acceptance
 
     def candidates(self, acceptance: Sequence[float], verification: Sequence[float]) -> list[DraftCandidate]:
         return self.drafter.candidates(acceptance, verification)

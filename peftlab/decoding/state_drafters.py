@@ -20,7 +20,7 @@ from torch.nn.utils.rnn import pad_sequence
 from peftlab.decoding.cache import Block, KVCache, Output, WindowedCache, right_padded, spans, visible_slots
 from peftlab.decoding.decode import DraftCandidate, Drafter, Proposal, Row, TargetState, Verified, draft_chain
 from peftlab.decoding.sampling import Sampling
-from peftlab.decoding.table import DRAWN, Window
+from peftlab.decoding.table import DRAWN, HEAD, Window
 from peftlab.decoding.theory import (
     FEATURE_TREE,
     Path,
@@ -269,6 +269,25 @@ class BlockNetwork(Protocol):
         """
         ...
 
+    @property
+    def sees_tokens(self) -> bool:
+        """Whether a token's logits depend on the token drafted before it."""
+        ...
+
+    @property
+    def acceptance(self) -> Callable[[Tensor], float] | None:
+        """The state that ``place`` returns [H] -> the probability that the token is accepted; None: not estimated."""
+        ...
+
+    def place(self, output: Output, k: int, before: Tensor, memory: Tensor | None) -> tuple[Output, Tensor | None]:
+        """Return the output [b, n, ...] of place k after each of n tokens, and the memory for the places after it.
+
+        Args:
+            output: of ``draft``. k: from 0. before: the tokens before, [b, n].
+            memory: what the tokens before them left, [b, n, r]; None at place 0.
+        """
+        ...
+
 
 NetworkT = TypeVar("NetworkT", bound=FeatureNetwork | BlockNetwork)
 
@@ -426,7 +445,7 @@ class FeatureDrafter(StateDrafter[FeatureNetwork]):
         """
         starts, slots = [len(row.tokens) - 1 for row in rows], [row.slot for row in rows]
         trees, states, device = GrowingTrees(len(rows), first.device), first, first.device
-        trees.add(*self._top_children(states))
+        trees.add(*top_children(self.network.logits(states), self.width, self.network.tokens))
         for level in range(min(self.depth, max(budgets)) - 1):
             if not trees.children_can_enter(budgets):
                 break
@@ -441,16 +460,9 @@ class FeatureDrafter(StateDrafter[FeatureNetwork]):
                 visible = visible & (slots_behind < self.network.window)
             states = states.gather(1, above[..., None].expand(-1, -1, wide))
             states = self.network.advance(self._cache, tokens, states, block, positions, visible)
-            trees.add(*self._top_children(states))
+            trees.add(*top_children(self.network.logits(states), self.width, self.network.tokens))
         drafted, parents = trees.best(budgets)
         return Proposal(drafted, parents=parents)
-
-    def _top_children(self, states: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the ``width`` most probable tokens after each state [b, k, H] and log-probabilities, [b, k, width]."""
-        logits, known = self.network.logits(states), self.network.tokens
-        values, places = logits.topk(min(self.width, logits.shape[-1]), -1)
-        log_probs = values.float() - logits.float().logsumexp(-1, keepdim=True)
-        return places if known is None else known[places], log_probs
 
     def candidates(self, acceptance: Sequence[float], verification: Sequence[float]) -> list[DraftCandidate]:
         """Return chains, and trees of its own or the usual width, by the measured ranks (``Drafter.candidates``).
@@ -476,7 +488,7 @@ class BlockDrafter(StateDrafter[BlockNetwork]):
 
     The block's own rows are not kept: the next pass, and the states of accepted tokens, are written over them. γ counts
     drafted tokens: a chain is drawn place by place; the nodes of a tree are the γ most probable paths of the ``width``
-    best tokens of each place.
+    best tokens of each place. Where a token sees the one before it, trees grow as those of ``FeatureDrafter``.
 
     Attributes:
         width: choices of each place; 1 is a chain. name: for reports.
@@ -486,8 +498,22 @@ class BlockDrafter(StateDrafter[BlockNetwork]):
     name: str = "block draft"
 
     @property
+    def provides(self) -> frozenset[str]:
+        if self.width > 1:
+            return frozenset()
+        return frozenset({DRAWN, HEAD} if self.network.acceptance is not None else {DRAWN})
+
+    @property
     def has_logits(self) -> bool:
         return self.width == 1
+
+    @property
+    def longest(self) -> int | None:
+        return self.network.length if self.width == 1 else None
+
+    @property
+    def acceptance(self) -> Callable[[Tensor], float] | None:
+        return self.network.acceptance
 
     def _make_cache(self, batch: int, capacity: int) -> KVCache:
         return KVCache(self.network.layers, batch, capacity + self.network.block_size)
@@ -508,14 +534,38 @@ class BlockDrafter(StateDrafter[BlockNetwork]):
         starts, slots = [self._read[row.index] for row in rows], [row.slot for row in rows]
         block = self._cache.block(slots, starts, network.block_size)
         output = network.draft(self._cache, last, block, min(longest, max(budgets)))
+        if self.width > 1 and network.sees_tokens:
+            return self._growing_trees(output, last, budgets)
         if self.width > 1:
             return place_trees(output.logits, budgets, self.width, ids=network.tokens)
+        first, memory = network.place(output, 0, last[:, None], None)
 
         def following(x: Tensor, before: Output, drawn: int) -> Output:
-            return output_at(output, drawn + 1)
+            nonlocal memory
+            found, memory = network.place(output, drawn + 1, x[:, None], memory)
+            return found
 
         known = None if network.tokens is None else (network.tokens, network.vocab_size)
-        return draft_chain(rows, budgets, output_at(output, 0), following, self._sampling, known)
+        return draft_chain(rows, budgets, first, following, self._sampling, known)
+
+    def _growing_trees(self, output: Output, last: Tensor, budgets: Sequence[int]) -> Proposal:
+        """Return the most probable nodes of trees whose nodes' children depend on them.
+
+        Args:
+            output: of the block. last: the last tokens, [b]. budgets: nodes of each row.
+        """
+        trees, tokens, memory = GrowingTrees(len(last), last.device), last[:, None], None
+        for k in range(output.logits.shape[1]):
+            if k:
+                if not trees.children_can_enter(budgets):
+                    break
+                tokens, above, _ = trees.expand(self.width)
+                if memory is not None:
+                    memory = memory.gather(1, above[..., None].expand(-1, -1, memory.shape[-1]))
+            found, memory = self.network.place(output, k, tokens, memory)
+            trees.add(*top_children(found.logits, self.width, self.network.tokens))
+        drafted, parents = trees.best(budgets)
+        return Proposal(drafted, parents=parents)
 
     def candidates(self, acceptance: Sequence[float], verification: Sequence[float]) -> list[DraftCandidate]:
         """Return chains, and trees of its own or the usual width, each drafted in one pass (``Drafter.candidates``)."""
@@ -575,6 +625,17 @@ def state_drafter(network: FeatureNetwork | BlockNetwork, width: int = 1) -> Fea
         network: which drafts. width: as of the drafters.
     """
     return BlockDrafter(network, width) if isinstance(network, BlockNetwork) else FeatureDrafter(network, width)
+
+
+def top_children(logits: Tensor, width: int, ids: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the ``width`` most probable tokens and their log-probabilities, [b, k, V_d] -> [b, k, width] each.
+
+    Args:
+        logits: after each of k nodes. width: how many. ids: [V_d], the token of each logit; None: its own number.
+    """
+    values, places = logits.topk(min(width, logits.shape[-1]), -1)
+    log_probs = values.float() - logits.float().logsumexp(-1, keepdim=True)
+    return places if ids is None else ids[places], log_probs
 
 
 class GrowingTrees:

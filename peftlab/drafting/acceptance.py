@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, TypeGuard
 
@@ -259,6 +260,57 @@ def reduce_heads(tensors: dict[str, Tensor], tokens: Tensor) -> dict[str, Tensor
     rows = ("lm_heads.", "markov_head.markov_w2.")
     some = {name: t[tokens].clone() if name.startswith(rows) else t for name, t in tensors.items()}
     return some | {"token_map": tokens}
+
+
+@dataclass(frozen=True)
+class ReliabilityBin:
+    """The tokens whose estimated acceptance is in one tenth of [0, 1].
+
+    Attributes:
+        tokens: how many. confidence: the mean estimate. acceptance: the mean probability that sampling accepts them.
+        agreement: the share that greedy decoding accepts.
+    """
+
+    tokens: int
+    confidence: float
+    acceptance: float
+    agreement: float
+
+
+@dataclass(frozen=True)
+class Reliability:
+    """How well a draft's estimates of acceptance agree with what the target accepts.
+
+    Attributes:
+        error: the expected calibration error, Σ over bins of their share · |confidence - acceptance|.
+        greedy_error: the same with ``agreement``. bins: those with a token, by rising confidence.
+    """
+
+    error: float
+    greedy_error: float
+    bins: list[ReliabilityBin]
+
+    def line(self) -> str:
+        """Return the errors as a line for people."""
+        return f"confidence head: calibration error {self.error:.3f}, {self.greedy_error:.3f} in greedy decoding"
+
+
+def reliability(confidence: Tensor, acceptance: Tensor, agreement: Tensor) -> Reliability:
+    """Return the reliability of estimates over ten bins of equal width.
+
+    Args:
+        confidence: the estimates [T], in [0, 1]. acceptance: Σ min(p, q) of each token. agreement: whether the largest
+            of p and q is the same token.
+    """
+    places = (confidence * 10).long().clamp(0, 9)
+    bins = []
+    for place in places.unique().tolist():
+        of = [each[places == place].double() for each in (confidence, acceptance, agreement)]
+        bins.append(ReliabilityBin(len(of[0]), *(float(each.mean()) for each in of)))
+    total = max(1, len(confidence))
+    error = sum(each.tokens * abs(each.confidence - each.acceptance) for each in bins) / total
+    greedy = sum(each.tokens * abs(each.confidence - each.agreement) for each in bins) / total
+    return Reliability(error, greedy, bins)
 
 
 class AcceptancePredictor(nn.Module):

@@ -36,6 +36,7 @@ from peftlab.decoding.state_drafters import (
 )
 from peftlab.decoding.table import MODEL_FREE, Window, model_free
 from peftlab.decoding.theory import DraftCost, TargetWeights
+from peftlab.drafting.acceptance import Reliability
 from peftlab.drafting.config import DraftConfig, DraftData, DraftObjective
 from peftlab.drafting.table import DRAFTS, DraftRow, find_draft
 from peftlab.drafting.target import end_ids, eos_ids, head_weight
@@ -381,6 +382,14 @@ class DraftKind(ABC, Generic[ConfigT]):
         Args:
             held_out: rows as ``text.make_dataset`` makes them. batch_size: rows read together.
         """
+
+    def reliability(self, held_out: Dataset, batch_size: int) -> Reliability | None:
+        """Return how right the draft's estimates of acceptance are on held-out text; None: it makes none.
+
+        Args:
+            held_out: rows as ``text.make_dataset`` makes them. batch_size: rows read together.
+        """
+        return None
 
     @abstractmethod
     def drafter(self, saved: SavedDraft | None) -> ServedDraft | None:

@@ -1,13 +1,15 @@
-"""DFlash: a few layers that draft a block of tokens in one pass, over the target's states (arXiv 2602.06036).
+"""Layers that draft a block of tokens in one pass, over the target's states: DFlash and DSpark.
 
 A block is the last known token, the anchor, and masks behind it. Its rows attend to keys and values that each layer
 makes of the target's states of all tokens before the anchor, and to one another: every token of the block is drafted at
-once, without knowing the others.
+once, without knowing the others (DFlash, arXiv 2602.06036). DSpark (arXiv 2607.05147) adds a bias by the token drafted
+before (``MarkovHead``), and a head that estimates whether a token will be accepted (``ConfidenceHead``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -21,16 +23,19 @@ from peftlab.checkpoints.tensors import write_tensors
 from peftlab.decoding.cache import Block, KVCache, Output
 from peftlab.decoding.flat import fold_heads, rotate, structure_of, unfold_heads
 from peftlab.decoding.packed import pack_linears
-from peftlab.decoding.theory import RankRates
+from peftlab.decoding.state_drafters import output_at
+from peftlab.decoding.theory import RankRates, acceptance_rate
 from peftlab.drafting.acceptance import (
     RANKS,
     Acceptance,
+    Reliability,
     add_rates,
     batches,
     correct_choices,
     greedy_tokens,
     rates_by_depth,
     read_ranks,
+    reliability,
     write_ranks,
 )
 from peftlab.drafting.base import DraftExporter, Loss
@@ -42,7 +47,8 @@ from peftlab.drafting.block_files import (
     read_block_tensors,
     speculators_layout,
 )
-from peftlab.drafting.config import DflashDraft
+from peftlab.drafting.config import DflashDraft, Markov
+from peftlab.drafting.heads import MarkovBias
 from peftlab.drafting.objectives import Objective, chunked_loss, make_objective
 from peftlab.drafting.pard import unused_token
 from peftlab.drafting.state_network import (
@@ -86,6 +92,63 @@ class BlockLayer(nn.Module):
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
+class MarkovHead(MarkovBias):
+    """A bias W2 f on the logits of a token, f read from w = W1[x], x the token before, and from the state h.
+
+    ``vanilla``: f = w. ``gated``: f = σ(G[h; w] + b) ⊙ w. ``rnn``: with [z_g, z_c, z_o] = J[s; w; h] + b, the memory s
+    becomes σ(z_g) s + (1 - σ(z_g)) tanh(z_c), and f = tanh(z_o); s is 0 at the start of a block.
+
+    Args:
+        kind: of these. vocabulary, rows, rank: as for ``MarkovBias``. width: of h.
+    """
+
+    def __init__(self, kind: str, vocabulary: int, rows: int, rank: int, width: int):
+        super().__init__(vocabulary, rows, rank)
+        self.kind, self.rank = kind, rank
+        if kind == "gated":
+            self.gate_proj = nn.Linear(width + rank, rank)
+        elif kind == "rnn":
+            self.joint_proj = nn.Linear(2 * rank + width, 3 * rank)
+
+    def factor(self, before: Tensor, states: Tensor, memory: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Return f [..., r] and the memory for the next token.
+
+        Args:
+            before: the tokens before, [...]. states: h, [..., H]. memory: [..., r]; None: zero, or there is none.
+        """
+        w = self.markov_w1(before)
+        if self.kind == "gated":
+            return self.gate_proj(torch.cat((states, w), -1)).sigmoid() * w, None
+        if self.kind != "rnn":
+            return w, None
+        memory = torch.zeros_like(w) if memory is None else memory
+        keep, new, out = self.joint_proj(torch.cat((memory, w, states), -1)).chunk(3, -1)
+        keep = keep.sigmoid()
+        return out.tanh(), keep * memory + (1 - keep) * new.tanh()
+
+    def factors(self, before: Tensor, states: Tensor) -> Tensor:
+        """Return f of all tokens of blocks, [..., P, r]: ``before`` [..., P] and ``states`` [..., P, H]."""
+        if self.kind != "rnn":
+            return self.factor(before, states, None)[0]
+        memory, found = None, []
+        for k in range(before.shape[-1]):
+            one, memory = self.factor(before[..., k], states[..., k, :], memory)
+            found.append(one)
+        return torch.stack(found, -2)
+
+
+class ConfidenceHead(nn.Module):
+    """σ(u·[h; w] + b): the probability that a token is accepted if those before it are; without a token σ(u·h + b)."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.proj = nn.Linear(width, 1)
+
+    def forward(self, states: Tensor) -> Tensor:
+        """Return the log-odds, [..., H + r] -> [...]; what is behind the width that it reads is not read."""
+        return self.proj(states[..., : self.proj.in_features].to(self.proj.weight.dtype)).squeeze(-1)
+
+
 class DFlash(StateNetwork):
     """Layers over [E(x_a), E(mask), ..., E(mask)], with keys and values of C = norm(fc[h_a; h_b; h_c]) in each.
 
@@ -101,6 +164,20 @@ class DFlash(StateNetwork):
         self.fc = nn.Linear(len(shape.features) * shape.hidden_size, shape.hidden_size, bias=False)
         self.hidden_norm, self.norm = (RMSNorm(shape.hidden_size, shape.eps) for _ in range(2))
         self.layers = nn.ModuleList(BlockLayer(shape) for _ in range(shape.layers))
+        if rank := shape.markov_rank:
+            self.markov_head = MarkovHead(shape.markov_head, shape.vocab_size, len(head), rank, shape.hidden_size)
+        if shape.confidence:
+            self.confidence_head = ConfidenceHead(shape.hidden_size + rank * shape.confidence_sees_token)
+
+    def draft_only(self, head: Tensor, tokens: Tensor | None) -> None:
+        """Restrict the network to drafting ``tokens``; the bias of a token that it did not draft before is 0."""
+        if hasattr(self, "markov_head"):
+            w2 = self.markov_head.markov_w2
+            rows = w2.weight.new_zeros(self.vocab_size, self.shape.markov_rank)
+            rows[slice(None) if self.tokens is None else self.tokens] = w2.weight.detach()
+            w2.weight = nn.Parameter(rows if tokens is None else rows[tokens])
+            w2.out_features = len(w2.weight)
+        super().draft_only(head, tokens)
 
     def fuse(self, features: Tensor) -> Tensor:
         """Return C, the fused and normed states of the target, [..., F] -> [..., H]."""
@@ -126,6 +203,25 @@ class DFlash(StateNetwork):
             keys, values = layer.self_attn.keys_and_values(context, before)
             hidden = layer(hidden, here, BlockAttention(keys, values, places, shape.window))
         return hidden.unflatten(1, (n, shape.block_size))[:, :, -shape.length :]
+
+    def scored(self, states: Tensor, before: Tensor) -> Tensor:
+        """Return what ``score_weight`` turns into logits: the normed states, and beside them f of a Markov head.
+
+        Args:
+            states: of all tokens of blocks, [b, n, P, H]. before: the token before each of them, [b, n, P].
+        """
+        normed = self.read_by_head(states)
+        if not self.shape.markov_rank:
+            return normed
+        return torch.cat((normed, self.markov_head.factors(before, normed)), -1)
+
+    @property
+    def score_weight(self) -> Tensor:
+        """[V_d, H], or [V_d, H + r] with a Markov head."""
+        head = self.lm_head.weight
+        return (
+            torch.cat((head, self.markov_head.markov_w2.weight.to(head.dtype)), 1) if self.shape.markov_rank else head
+        )
 
 
 @dataclass
@@ -235,28 +331,64 @@ class BlockLoss:
         states = network.drafts(features, ids, anchors)
         places, counted = predicted_places(anchors, weights > 0, length)
         counted = counted & drawn[..., None]
+        text = ids.gather(1, places.flatten(1)).view_as(places)  # the token before each drafted one
         labels = network.draft_ids(F.pad(ids[:, 1:], (0, 1)).gather(1, places.flatten(1)).view_as(places))
         if self.objective.name == "ce":
             counted = counted & (labels >= 0)
-        text = torch.arange(len(ids), device=ids.device)[:, None, None].expand_as(places)[counted]
-        mine, labels = network.read_by_head(states[counted]), labels[counted]
-        share = self._weights(counted, mine, head, labels)
-        if self.objective.name == "ce":
-            target, target_head = labels, None
-        else:
-            target, target_head = final[text, places[counted]].to(head.dtype), head
+        row = torch.arange(len(ids), device=ids.device)[:, None, None].expand_as(places)[counted]
+        theirs, labels = final[row, places[counted]].to(head.dtype), labels[counted]
+        mine = network.scored(states, text)[counted]
+        share = self._weights(counted, network, mine, labels)
+        ce = self.objective.name == "ce"
+        factors = mine[:, head.shape[1] :]
         mean = chunked_loss(
-            mine, head, target, target_head, self.objective.name, share, settings=self.objective.settings
+            mine[:, : head.shape[1]],
+            head,
+            labels if ce else theirs,
+            None if ce else head,
+            self.objective.name,
+            share,
+            settings=self.objective.settings,
+            addend=(factors, network.markov_head.markov_w2.weight) if network.shape.markov_rank else None,
         )
+        if network.shape.confidence:
+            right = overlaps(mine.detach(), network.score_weight.detach(), theirs, head)
+            odds = network.confidence_head(confidence_inputs(network, mine, text[counted]))
+            decayed = self._decayed(counted)
+            error = F.binary_cross_entropy_with_logits(odds.float(), right, reduction="none")
+            mean = mean + (decayed * error).sum() / decayed.sum().clamp_min(1e-8)
         return mean * (weights > 0).sum()
 
-    def _weights(self, counted: Tensor, mine: Tensor, head: Tensor, labels: Tensor) -> Tensor:
+    def _decayed(self, counted: Tensor) -> Tensor:
+        """Return decay^(k-1) of each token that counts, [T]."""
+        places = torch.arange(counted.shape[-1], device=counted.device)
+        return (self.decay**places).expand(counted.shape)[counted]
+
+    def _weights(self, counted: Tensor, network: DFlash, mine: Tensor, labels: Tensor) -> Tensor:
         """Return the weight of each token that counts, [T], ``counted`` [b, n, P] saying which these are."""
         if self.dpace is None:
-            return (self.decay ** torch.arange(counted.shape[-1], device=head.device)).expand(counted.shape)[counted]
-        known = token_probabilities(mine.detach(), head, labels)
-        probabilities = torch.ones(counted.shape, device=head.device).masked_scatter(counted, known)
+            return self._decayed(counted)
+        known = token_probabilities(mine.detach(), network.score_weight.detach(), labels)
+        probabilities = torch.ones(counted.shape, device=mine.device).masked_scatter(counted, known)
         return dpace_weights(probabilities, counted, self.dpace)[counted]
+
+
+def confidence_inputs(network: DFlash, scored: Tensor, before: Tensor) -> Tensor:
+    """Return [h; w] of tokens, [T, H + r], from ``DFlash.scored`` of them [T, H or H + r] and the tokens before [T]."""
+    states = scored[:, : network.shape.hidden_size]
+    return torch.cat((states, network.markov_head.markov_w1(before)), -1) if network.shape.markov_rank else states
+
+
+@torch.no_grad()
+def overlaps(mine: Tensor, weight: Tensor, theirs: Tensor, head: Tensor) -> Tensor:
+    """Return Σ min(p, q) of each token, [T], p restricted to the drafted tokens.
+
+    Args:
+        mine: [T, H + r], with ``weight`` [V_d, H + r] of q. theirs: [T, H], with ``head`` [V_d, H] of p.
+    """
+    parts = zip(mine.split(256), theirs.split(256), strict=True)
+    pairs = ((logits_of(b, head).float().softmax(-1), logits_of(a, weight).float().softmax(-1)) for a, b in parts)
+    return torch.cat([acceptance_rate(p, q).clamp(0, 1) for p, q in pairs])
 
 
 @torch.no_grad()
@@ -282,8 +414,8 @@ def held_out_blocks(
         model: target and network. data: rows as ``text.make_dataset`` makes them. batch_size: rows read together.
 
     Yields:
-        Row numbers [b], token ids [b, T], the states that the target's LM head reads [b, T, H], the network's that its
-        LM head reads [b, n, P, H], and ``predicted_places``.
+        Row numbers [b], token ids [b, T], the states that the target's LM head reads [b, T, H], ``DFlash.scored`` of
+        the blocks [b, n, P, H or H + r], and ``predicted_places``.
     """
     network = model.network
     assert isinstance(network, DFlash)
@@ -296,7 +428,8 @@ def held_out_blocks(
         once = F.pad(apart.diff(dim=1) > 0, (1, 0), value=True)  # a short text has fewer than n
         states = network.drafts(features, ids, anchors)
         places, counted = predicted_places(anchors, drafted, network.shape.length)
-        yield rows, ids, final, network.read_by_head(states), places, counted & once[..., None]
+        before = ids.gather(1, places.flatten(1)).view_as(places)
+        yield rows, ids, final, network.scored(states, before), places, counted & once[..., None]
 
 
 @torch.no_grad()
@@ -308,12 +441,13 @@ def measure_blocks(model: TargetWithNetwork, data: Dataset, batch_size: int = 16
     """
     network, head = model.network, head_weight(model)
     assert isinstance(network, DFlash)
+    weight = network.score_weight
     sums = torch.zeros(network.shape.length, 4, len(data), dtype=torch.float64)
     for rows, _, final, states, places, counted in held_out_blocks(model, data, batch_size):
         for k in range(network.shape.length):
             text, block = counted[..., k].nonzero().unbind(1)
             theirs, mine = final[text, places[text, block, k]], states[text, block, k]
-            add_rates(sums[k], rows[text.cpu()], theirs, mine, head, network.lm_head.weight, network.tokens)
+            add_rates(sums[k], rows[text.cpu()], theirs, mine, head, weight, network.tokens)
     return [Acceptance(*part) for part in sums]
 
 
@@ -330,7 +464,7 @@ def measure_block_ranks(model: TargetWithNetwork, data: Dataset, batch_size: int
     """
     network, head = model.network, head_weight(model)
     assert isinstance(network, DFlash)
-    weight, length = network.lm_head.weight, network.shape.length
+    weight, length = network.score_weight, network.shape.length
     right = torch.zeros(length, min(RANKS, len(weight)), dtype=torch.float64)
     tried = torch.zeros(length, dtype=torch.float64)
     for _, ids, final, states, places, counted in held_out_blocks(model, data, batch_size):
@@ -345,6 +479,31 @@ def measure_block_ranks(model: TargetWithNetwork, data: Dataset, batch_size: int
             alive = alive.masked_scatter(alive, hits.any(-1))
             alive = alive & (F.pad(ids[:, 1:], (0, 1)).gather(1, places[..., k]) == wanted)
     return RankRates.counted(right.tolist(), tried.tolist())
+
+
+@torch.no_grad()
+def measure_confidence(model: TargetWithNetwork, data: Dataset, batch_size: int) -> Reliability:
+    """Return how right a confidence head is about the tokens of blocks.
+
+    Args:
+        model: target and network. data: held-out rows as ``text.make_dataset`` makes them.
+        batch_size: rows read together.
+    """
+    network, head = model.network, head_weight(model)
+    assert isinstance(network, DFlash)
+    weight, found = network.score_weight, list[tuple[Tensor, ...]]()
+    for _, ids, final, states, places, counted in held_out_blocks(model, data, batch_size):
+        before = ids.gather(1, places.flatten(1)).view_as(places)[counted]
+        rows = torch.arange(len(ids), device=ids.device)[:, None, None].expand_as(places)[counted]
+        mine, theirs = states[counted], final[rows, places[counted]]
+        odds = network.confidence_head(confidence_inputs(network, mine, before))
+        for own, other, each in zip(mine.split(256), theirs.split(256), odds.split(256), strict=True):
+            p, q = logits_of(other, head).float().softmax(-1), logits_of(own, weight).float().softmax(-1)
+            if network.tokens is not None:
+                q = torch.zeros_like(p).index_copy_(-1, network.tokens, q)
+            found.append((each.float().sigmoid(), acceptance_rate(p, q), p.argmax(-1) == q.argmax(-1)))
+    confidence, acceptance, agreement = (torch.cat(column).cpu() for column in zip(*found, strict=True))
+    return reliability(confidence, acceptance, agreement)
 
 
 class BlockStep(nn.Module):
@@ -378,6 +537,8 @@ class BlockStep(nn.Module):
             (layer.input_layernorm.weight.detach(), layer.post_attention_layernorm.weight.detach()) for layer in layers
         ]
         self._head_norms = [rows_of_norms(one, shape) for one in each]
+        self.markov = deepcopy(network.markov_head) if shape.markov_rank else None
+        self._confidence = deepcopy(network.confidence_head) if shape.confidence else None
         if pack:
             pack_linears(self)
 
@@ -421,6 +582,26 @@ class BlockStep(nn.Module):
         begin = n - self.length
         states = F.rms_norm(hidden[:, begin : begin + count], self._norm.shape, self._norm, self._eps)
         return Output(self.lm_head(states), states)
+
+    @property
+    def sees_tokens(self) -> bool:
+        """Whether a token's logits depend on the token drafted before it."""
+        return self.markov is not None
+
+    @property
+    def acceptance(self) -> Callable[[Tensor], float] | None:
+        """The confidence head, on a state of ``place``; None: there is none."""
+        head = self._confidence
+        return None if head is None else lambda state: float(head(state[None]).sigmoid())
+
+    def place(self, output: Output, k: int, before: Tensor, memory: Tensor | None) -> tuple[Output, Tensor | None]:
+        """Return the output of place k after each of n tokens ``before`` [b, n], and the memory of a Markov head."""
+        if self.markov is None:
+            return output_at(output, k), None
+        states = output.hidden[:, k : k + 1].expand(-1, before.shape[1], -1)
+        factor, memory = self.markov.factor(before, states, memory)
+        logits = output.logits[:, k : k + 1] + self.markov.markov_w2(factor)
+        return Output(logits, torch.cat((states, self.markov.markov_w1(before)), -1)), memory
 
     def _visible(self, block: Block) -> Tensor | None:
         """Return which slots the rows of a block see, [b or 1, 1, n, end] booleans; None for all."""
@@ -539,6 +720,9 @@ class DflashKind(StateKind[DflashDraft]):
         config = self.config
         sizes = asdict(shape_for(target.config, None if config.features is None else tuple(config.features)))
         sizes |= {"window": config.window, "layers": config.layers, "block_size": config.block_size, "head_norms": True}
+        if (markov := config.markov_head) is not None:
+            sizes |= {"from_anchor": True, "markov_rank": markov.rank, "markov_head": markov.head}
+            sizes |= {"confidence": config.confidence}
         network = DFlash(BlockShape(**sizes), input_embedding(target), head_weight(target))
         structure = structure_of(target)
         if structure is not None and not structure.norm.centred:  # else the weights start at one
@@ -550,7 +734,10 @@ class DflashKind(StateKind[DflashDraft]):
         network = self.read(place, target)
         shape, config = network.shape, self.config
         stored = {"features": list(shape.features), "layers": shape.layers, "block_size": shape.block_size}
-        stored |= {"window": shape.window, "mask_token": shape.mask_token}
+        stored |= {"window": shape.window, "mask_token": shape.mask_token, "confidence": shape.confidence}
+        if config.markov_head not in (None, Markov(rank=max(1, shape.markov_rank), head=shape.markov_head)):
+            kind = f"rank {shape.markov_rank}, {shape.markov_head}" if shape.markov_rank else "none"
+            raise PeftlabError(f"draft.markov: {config.from_} was trained with {kind}; leave it out")
         for key, value in stored.items():
             wanted = getattr(config, key)
             if key in config.model_fields_set and wanted is not None and wanted != value:
@@ -603,6 +790,12 @@ class DflashKind(StateKind[DflashDraft]):
     def calibrate(self, held_out: Dataset, batch_size: int) -> None:
         """Measure on held-out text how often each choice of each place is right, and store the rates."""
         write_ranks(self.stored / IDENTITY_FILE, measure_block_ranks(self.model, held_out, batch_size))
+
+    def reliability(self, held_out: Dataset, batch_size: int) -> Reliability | None:
+        """Return how right the confidence head is on held-out text; None: there is none."""
+        network = self.model.network
+        assert isinstance(network, DFlash)
+        return measure_confidence(self.model, held_out, batch_size) if network.shape.confidence else None
 
     @classmethod
     def check_layers(cls, place: str, network: StateNetwork, layers: int) -> None:

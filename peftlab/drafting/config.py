@@ -161,6 +161,7 @@ class RecipeKeys:
     acceptance_head: bool
     policy: NamedRule
     draft_window: Window | None
+    gamma: int
 
 
 class DraftConfig(Section):
@@ -171,10 +172,17 @@ class DraftConfig(Section):
     kind: str
     usual_method: ClassVar[str | None] = "lora"
     """The method of a recipe that names none; None: nothing is put into the model."""
+    usual_optimizer: ClassVar[Literal["adamw", "muon"]] = "adamw"
+    """What ``train.optimizer`` null is where no method trains."""
     language_model: ClassVar[bool] = True
     """Whether a method is injected into a language model, target or draft, so that a run can write ``merged/``."""
     several_targets: ClassVar[bool] = False
     """Whether one draft can be trained for several targets: it reads no states of theirs."""
+
+    @property
+    def estimates_acceptance(self) -> bool:
+        """Whether the draft has a head of its own for policy head."""
+        return False
 
     def needs_pair(self, recipe: RecipeKeys, who: str, model: str) -> Iterator[tuple[str, str]]:
         """Yield the keys of a recipe that only a draft that is a model beside its target trains with, and why.
@@ -758,15 +766,30 @@ class MtpDraft(UnrolledConfig):
         return [layer_cost("mtp", target)]
 
 
+class Markov(Section):
+    """A bias on the logits of a token by the token before it, as a product of two matrices (DSpark's Markov head)."""
+
+    rank: int = Field(ge=1, description="r of the bias W2 f(W1[x]), x the token before.")
+    head: Literal["vanilla", "gated", "rnn"] = Field(
+        default="vanilla",
+        description="f: vanilla is W1[x] itself; gated multiplies it by a gate that reads the state, too; rnn "
+        "continues a state of its own over the tokens of the block.",
+    )
+
+
 class DflashDraft(StateConfig):
     """A few layers that draft a block of tokens in one pass, over keys and values of the target's states (DFlash).
 
-    arXiv 2602.06036.
+    arXiv 2602.06036; with ``markov`` DSpark, arXiv 2607.05147.
     """
 
+    usual_optimizer: ClassVar[Literal["adamw", "muon"]] = "muon"
     kind: Literal["dflash"] = "dflash"
     block_size: int = Field(
-        default=8, ge=2, description="B: rows of a pass, the last token and B - 1 masks, which draft B - 1 tokens."
+        default=8,
+        ge=2,
+        description="B: rows of a pass, the last token and B - 1 masks. The masks draft B - 1 tokens; with markov all "
+        "rows draft, B tokens.",
     )
     layers: int = Field(default=2, ge=1, description="Layers of the draft.")
     features: StateLayers | None = Field(
@@ -788,7 +811,7 @@ class DflashDraft(StateConfig):
         "the training text does not contain.",
     )
     anchors: int = Field(
-        default=64, ge=1, description="Blocks of each text that train in a step, at places drawn anew, at most."
+        default=16, ge=1, description="Blocks of each text that train in a step, at places drawn anew, at most."
     )
     decay: float = Field(
         default=0.8,
@@ -803,11 +826,39 @@ class DflashDraft(StateConfig):
         description="D-PACE (arXiv 2605.18810) with this alpha, in place of decay: a token weighs what the expected "
         "accepted length owes to it, by the draft's own probabilities; the paper has 0.5.",
     )
+    markov: Annotated[int, Field(ge=1)] | Markov | None = Field(
+        default=None,
+        description="DSpark: a bias on each token's logits by the token drafted before it, of this rank, or {rank: r, "
+        "head: vanilla|gated|rnn}; null: the tokens of a block do not see each other.",
+    )
+    confidence: bool = Field(
+        default=False,
+        description="DSpark: a head that estimates the probability that a token is accepted, for policy head; its "
+        "calibration on held-out text is reported. With markov.",
+    )
 
     @property
     def drafted(self) -> int:
         """Tokens that a pass drafts."""
-        return self.block_size - 1
+        return self.block_size - (self.markov is None)
+
+    @property
+    def estimates_acceptance(self) -> bool:
+        """Whether the draft has a head for policy head."""
+        return self.confidence
+
+    @property
+    def markov_head(self) -> Markov | None:
+        """The Markov head; None: there is none."""
+        return Markov(rank=self.markov) if isinstance(self.markov, int) else self.markov
+
+    def problems(self, recipe: RecipeKeys) -> Iterator[tuple[str, str]]:
+        yield from super().problems(recipe)
+        if self.confidence and self.markov is None:
+            yield "draft.confidence", "is a part of DSpark; give markov a rank, such as 64"
+        if recipe.gamma > self.drafted:
+            more = self.block_size + recipe.gamma - self.drafted
+            yield "gamma", f"{recipe.gamma}, but a block drafts {self.drafted} tokens; write draft.block_size: {more}"
 
     @classmethod
     def costs(cls, target: TargetWeights) -> list[DraftCost]:

@@ -242,7 +242,7 @@ def draft_lengths(
     drafters: Mapping[str, Callable[[], Drafter]],
     *,
     batch: int = 1,
-    head: Callable[[Tensor], float] | None = None,
+    head: Callable[[], Callable[[Tensor], float]] | None = None,
 ) -> Lengths:
     """Return the chosen policy for the drafters that can follow it, and a fixed γ for the others.
 
@@ -251,16 +251,19 @@ def draft_lengths(
     Args:
         gamma: tokens per step, at most or at first.
         drafters: name -> maker; the first is the one that was asked for.
-        batch: sequences that are decoded together, at most. head: for ``head``, see ``acceptance_head``.
+        batch: sequences that are decoded together, at most.
+        head: reads the head for policy ``head`` of a draft that has none of its own; see ``acceptance_head``.
 
     Raises:
-        PeftlabError: the first drafter cannot follow the policy.
+        PeftlabError: the first drafter cannot follow the policy, or drafts no chains of ``gamma`` tokens.
     """
     made = {name: make() for name, make in drafters.items()}
     refused = {name: reason for name, drafter in made.items() if (reason := _obstacle(chosen.row.needs, drafter))}
     first = next(iter(made))
     if first in refused:
         raise PeftlabError(f"policy {chosen.text}: {refused[first]}")
+    if (longest := made[first].longest) is not None and gamma > longest:
+        raise PeftlabError(f"gamma {gamma}: the draft was trained to draft {longest} tokens in a pass; give {longest}")
     times: MeasuredStepTimes | None = None
     if chosen.row.needs == TIMES:
         draft = next((drafter.draft_model for drafter in made.values() if drafter.draft_model is not None), None)
@@ -272,7 +275,10 @@ def draft_lengths(
             continue
         # Copies cost no draft step: for a drafter without a model only the target's times count.
         own = times if times is None or drafter.draft_model is not None else replace(times, drafts={})
-        policies[name] = resolve(chosen.row.make)(PolicyInputs(gamma, head, own), chosen.value)
+        estimate = drafter.acceptance if chosen.row.needs == HEAD else None
+        if chosen.row.needs == HEAD and estimate is None and head is not None:
+            estimate = head()
+        policies[name] = resolve(chosen.row.make)(PolicyInputs(gamma, estimate, own), chosen.value)
     notes = (f"policy {chosen.text}: {', '.join(refused)} draft {gamma} tokens instead",) if refused else ()
     return Lengths(policies, notes)
 
@@ -455,7 +461,7 @@ def benchmark(
     made: dict[str, Callable[[], Drafter]] = {
         name: partial(make_drafter, name, pair, options.width, options.grow()) for name in names
     }
-    head = acceptance_head(draft, pair.target.device) if length.row.needs == HEAD else None
+    head = partial(acceptance_head, draft, pair.target.device)
     lengths = draft_lengths(length, options.gamma, pair.target, made, batch=batch_size, head=head)
     settings.eos, settings.policies = pair.eos, lengths.policies
 

@@ -26,7 +26,7 @@ from peftlab.decoding.engines import build_engine
 from peftlab.decoding.measurements import Conditions, Interval, MeasuredGain, TimeShares
 from peftlab.decoding.model_free import SuffixLookup, with_copies
 from peftlab.decoding.table import HEAD, Window, policy, window
-from peftlab.drafting.acceptance import ceiling, save_acceptance_head, train_acceptance_head
+from peftlab.drafting.acceptance import Reliability, ceiling, save_acceptance_head, train_acceptance_head
 from peftlab.drafting.base import (
     SUFFIX,
     SUFFIX_AND_DRAFT,
@@ -173,6 +173,7 @@ class DraftResults:
             4-grams ``repeated`` within an answer.
         merged_metrics: acceptance of the merged draft, read from disk.
         vocabulary: ``tokens`` of a reduced vocabulary, and the ``ceiling`` that it puts on acceptance.
+        confidence: how right a draft's own estimates of acceptance are on held-out text, as ``Reliability``.
         acceptance_head: squared error of the acceptance head on held-out text, and that of a constant.
         decoding: speed ``before`` and ``after`` training, as ``DecodingSpeed``, and ``gamma``, tokens drafted per
             target step.
@@ -220,6 +221,7 @@ class DraftResults:
     merged_metrics: Scores | None = None
     vocabulary: dict[str, float] | None = None
     acceptance_head: dict[str, float] | None = None
+    confidence: Reliability | None = None
     decoding: Decoding | None = None
     chosen: Mapping[str, Json] | None = None
     cost: Cost | None = None
@@ -327,10 +329,12 @@ def _run(recipe: DraftRecipe, directory: Claim, resume: bool, device: str) -> Dr
             _measure(recipe, draft, problem, sets, saved, results)
             served = draft.drafter(saved)
             assert served is not None  # it has been saved
-            head = acceptance_head(str(run_dir), accelerator.device) if recipe.acceptance_head else None
+            head = partial(acceptance_head, str(run_dir), accelerator.device) if recipe.acceptance_head else None
             with Phase(f"decoding {min(_AFTER, len(sets.prompts))} held-out prompts, plain and with the draft"):
                 after_speed = decoding_speed(recipe, served, sets.prompts[:_AFTER], draft.eos, head, draft.tokenizer)
             results.decoding = Decoding(before_speed, after_speed, recipe.gamma)
+        if results.confidence is not None:
+            print(results.confidence.line())
         write_and_print_results(run_dir, results.as_json())
     accelerator.wait_for_everyone()
     return results
@@ -552,6 +556,7 @@ def training_problem(recipe: DraftRecipe, draft: DraftKind[DraftConfig], sets: E
         score=score,
         deciding="acceptance",
         lr_ratio=lr_ratio(recipe.method) if recipe.method is not None else {},
+        optimizer=recipe.draft.usual_optimizer if recipe.method is None else "adamw",
         confidence=acceptance,
     )
 
@@ -686,6 +691,7 @@ def _measure(
             "tokens": len(saved.tokens),
             "ceiling": ceiling(draft.target, held_out, saved.tokens),
         }
+    results.confidence = draft.reliability(held_out, recipe.train.eval_batch_size)
     if recipe.acceptance_head:
         model, greedy = saved.merged or draft.adapted, recipe.data.temperature == 0
         with Phase("training the acceptance head"):
@@ -707,7 +713,7 @@ def decoding_speed(
     served: ServedDraft,
     prompts: Sequence[list[int]],
     eos: frozenset[int],
-    head: Callable[[Tensor], float] | None = None,
+    head: Callable[[], Callable[[Tensor], float]] | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> DecodingSpeed:
     """Decode greedily, one prompt at a time, on the engine that ``draft bench`` takes.
@@ -718,7 +724,8 @@ def decoding_speed(
     Args:
         served: what decodes.
         prompts: token ids. eos: ids that end an output.
-        head: for the policy ``head``; None: not trained yet, and drafts have ``gamma`` tokens.
+        head: as for ``draft_lengths``; None: not trained yet, and drafts without a head of their own have ``gamma``
+            tokens.
         tokenizer: for the text of ``example``; None: without one.
     """
     questions = [Question(str(i + 1), "held out", ids) for i, ids in enumerate(prompts)]
@@ -730,7 +737,7 @@ def decoding_speed(
         SUFFIX_AND_DRAFT: lambda: with_copies(drafter()),
     }
     length = policy(recipe.policy)
-    if length.row.needs == HEAD and head is None:  # before training: there is no head yet
+    if length.row.needs == HEAD and head is None and drafter().acceptance is None:  # before training
         length = policy("fixed")
     lengths = draft_lengths(length, recipe.gamma, engine, drafters, head=head)
     settings = Settings(recipe.data.max_new_tokens, eos, policies=lengths.policies, repeats=1)

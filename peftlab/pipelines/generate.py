@@ -19,7 +19,7 @@ from peftlab.decoding.measurements import (
     LossyResult,
     acceptance_statistics,
 )
-from peftlab.decoding.table import HEAD, model_free
+from peftlab.decoding.table import model_free
 from peftlab.drafting.base import (
     ONE_PASS,
     PEARL,
@@ -172,7 +172,7 @@ def _check(options: DecodingOptions, draft: str | None, drafter: str | None) -> 
 def _policy(options: DecodingOptions, pair: Pair, draft: str | None, name: str) -> PolicyFactory:
     """Return the chosen policy of draft length for the one drafter ``name``."""
     length = options.length()
-    head = acceptance_head(draft, pair.target.device) if length.row.needs == HEAD else None
+    head = partial(acceptance_head, draft, pair.target.device)
     drafters = {name: partial(make_drafter, name, pair, options.width, options.grow())}
     return draft_lengths(length, options.gamma, pair.target, drafters, head=head).policies[name]
 

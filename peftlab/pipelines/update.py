@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 from accelerate import Accelerator
@@ -22,7 +23,7 @@ from peftlab.decoding.decode import Generation, StoppingCriteria, decode
 from peftlab.decoding.engines import build_engine
 from peftlab.decoding.model_drafter import read_draft_tokens
 from peftlab.decoding.sampling import Sampling
-from peftlab.decoding.table import HEAD, policy, window
+from peftlab.decoding.table import policy, window
 from peftlab.drafting.base import DraftKind, SavedDraft, ServedDraft, with_window
 from peftlab.drafting.config import DraftConfig
 from peftlab.drafting.live import (
@@ -404,7 +405,7 @@ class _Live:
         engine = self._engines[served.features]
         drafter = with_window(served.drafter(), None if recipe.draft_window is None else window(recipe.draft_window))
         chosen = policy(recipe.policy)
-        head = acceptance_head(str(self.run), self.accelerator.device) if chosen.row.needs == HEAD else None
+        head = partial(acceptance_head, str(self.run), self.accelerator.device)
         lengths = draft_lengths(chosen, recipe.gamma, engine, {"draft": lambda: drafter}, head=head)
         stopping = StoppingCriteria(data.max_new_tokens, end_ids(self.target, self.text.tokenizer))
         outputs = []

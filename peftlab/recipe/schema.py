@@ -172,6 +172,9 @@ class FinetuneRecipe(Section):
         if self.train.weights is not None and (self.method.name, self.base.dtype) != ("full", "bf16"):
             reason = "rounds the weights of a base in bf16 that train themselves; set method=full and base.dtype=bf16"
             problems = [*problems, (("train", "weights"), f"train.weights: {self.train.weights} {reason}")]
+        if self.train.optimizer == "muon":
+            reason = "muon trains a draft's own modules; a method beside a base trains by adamw"
+            problems = [*problems, (("train", "optimizer"), f"train.optimizer: {reason}")]
         if self.train.emulate is not None and self.base.dtype not in (None, "fp32"):
             reason = f"computes few bits from weights in fp32, and the base is in {self.base.dtype}"
             problems = [*problems, (("train", "emulate"), f"train.emulate: {reason}; set base.dtype=fp32")]
@@ -289,6 +292,8 @@ class DraftRecipe(Section):
             found.append(("objective.selective", reason))
         if self.train.layers is not None and self.train.layers.active is not None:
             found.append(("train.layers.active", "a draft trains all its layers in every step; remove it"))
+        if self.train.optimizer == "muon" and self.method is not None:
+            found.append(("train.optimizer", "muon trains modules of the draft's own; write method: null"))
         if self.train.weights is not None:
             found.append(("train.weights", "is for method full on a base in bf16, which drafts do not have; remove it"))
         if self.train.emulate is not None:
@@ -301,14 +306,14 @@ class DraftRecipe(Section):
         except PeftlabError as error:
             found.append(("policy", str(error).removeprefix("policy ")))
             length = policy("fixed")
-        if length.row.needs == HEAD and not self.acceptance_head:
+        if length.row.needs == HEAD and not (self.acceptance_head or self.draft.estimates_acceptance):
             found.append(("policy", f"{length.text}: reads a trained head; set acceptance_head: true"))
         try:
             seen = None if self.draft_window is None else window(self.draft_window)
         except PeftlabError as error:
             found.append(("draft_window", str(error).removeprefix("draft_window ")))
             seen = None
-        keys = RecipeKeys(self.method, objective, data, self.merge, self.acceptance_head, length, seen)
+        keys = RecipeKeys(self.method, objective, data, self.merge, self.acceptance_head, length, seen, self.gamma)
         found += self.draft.problems(keys)
         if found:
             problems = [(tuple(where.split(".")), f"{where}: {reason}") for where, reason in found]

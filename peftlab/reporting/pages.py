@@ -81,6 +81,7 @@ def run_page(run_dir: Path) -> str:
             *_curves(history, metric, facts.as_float(results.get("baseline_score"))),
             *([scatter_plot(points)] if isinstance(points, list) and points else []),
             *_acceptance(decoding),
+            *_reliability(results.get("confidence")),
         ],
         "notes": [
             *filter(None, [facts.baseline_remark(results)]),
@@ -202,6 +203,24 @@ def _curves(history: History, metric: str, baseline: float | None) -> list[Plot]
     for name, lines in alone.items():
         plots += scored(name, facts.title(name), lines, baseline if name == metric else None)
     return [*plots, *line_plot("Learning rate", [Line("learning rate", history.train["lr"])], salt="lr")]
+
+
+def _reliability(found: object) -> list[Plot]:
+    """Return the reliability curve of a draft's confidence head; none where it has none."""
+    bins = found.get("bins") if isinstance(found, Mapping) else None
+    if not isinstance(found, Mapping) or not isinstance(bins, list) or not bins:
+        return []
+    points = [(each["confidence"], each["acceptance"]) for each in bins]
+    title = "Reliability of the confidence head"
+    summary = f"{title}: calibration error {facts.number(found['error'])}; " + ", ".join(
+        f"{x:.2f} accepted {y:.2f}" for x, y in points
+    )
+    with figure(title, salt="reliability", summary=summary) as (axes, plot):
+        axes.plot([0, 1], [0, 1], color=INK, linewidth=1.2, linestyle=_BASELINE)
+        axes.plot(*zip(*points, strict=True), color=SERIES[0], linewidth=1.8, marker="o", markersize=4)
+        axes.set(xlabel="confidence", ylabel="accepted share", xlim=(0, 1), ylim=(0, 1))
+    plot.baseline = "accepted as often as estimated"
+    return [plot]
 
 
 def _acceptance(decoding: Mapping[str, object]) -> list[Plot]:

@@ -138,6 +138,7 @@ class TrainingProblem:
         deciding: the metric on the first split by which the best checkpoint is chosen.
         higher_is_better: whether more of it is better.
         lr_ratio: multiples of the learning rate by the last part of a parameter's name.
+        optimizer: where ``train.optimizer`` is null.
         sharing: how examples share rows; None where each needs its own.
         row_tokens: tokens of the rows that examples share; 0: each has its own.
         confidence: model and indices of ``train`` to how probable the model's answer to each is; the least confident
@@ -156,6 +157,7 @@ class TrainingProblem:
     deciding: str
     higher_is_better: bool = True
     lr_ratio: Mapping[str, float] = field(default_factory=dict)
+    optimizer: str = "adamw"
     sharing: RowSharing | None = None
     row_tokens: int = 0
     confidence: Callable[[nn.Module, list[int]], Sequence[float]] | None = None

@@ -171,6 +171,12 @@ class TrainConfig(Section):
     lr: float | None = Field(default=None, gt=0, description="Peak learning rate; null: the method's own.")
     scheduler: Literal["linear", "cosine", "constant"] = Field(default="linear", description="Decay after warm-up.")
     warmup: float = Field(default=0.06, ge=0, description="Warm-up: share of all steps if below 1, else steps.")
+    optimizer: Literal["adamw", "muon"] | None = Field(
+        default=None,
+        description="muon: matrices of the layers of a draft step along orthogonalised momentum (Muon), with updates "
+        "as large as AdamW's, and all else by AdamW; for drafts with modules of their own, which it trains in fewer "
+        "steps. null: adamw; for a new dflash draft muon.",
+    )
     weight_decay: float = Field(default=0.0, ge=0, description="AdamW's decoupled decay; not on biases and norms.")
     betas: tuple[Beta, Beta] = Field(default=(0.9, 0.999), description="AdamW's betas.")
     eps: float = Field(default=1e-8, gt=0, description="AdamW's epsilon.")

@@ -137,6 +137,54 @@ class StochasticAdamW(torch.optim.Optimizer):
                 self.state[parameter][key] = values[key].to(parameter.device, copy=True)
 
 
+# --- Orthogonalised steps.
+_NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # of Muon's authors: five steps bring singular values to about 1
+_MOMENTUM = 0.95
+
+
+class Muon(torch.optim.AdamW):
+    """Muon for the groups with ``muon: True``, matrices all of them, and AdamW for the others.
+
+    Muon (Jordan et al. 2024): the step of a matrix is the nearest orthogonal matrix to its Nesterov momentum, times
+    0.2 √(longer side), so that its entries are as large as AdamW's steps and the same learning rate serves both
+    (arXiv 2502.16982).
+    """
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Take a step for each parameter that has a gradient."""
+        groups = self.param_groups
+        for group in groups:
+            for parameter in group["params"] if group.get("muon") else ():
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state["momentum"] = torch.zeros_like(parameter, dtype=torch.float32)
+                    state["step"] = torch.zeros(())  # which AdamW expects of each parameter when it loads its state
+                gradient = parameter.grad.float()
+                state["momentum"].lerp_(gradient, 1 - _MOMENTUM)
+                update = orthogonalise(gradient.lerp(state["momentum"], _MOMENTUM))
+                parameter.mul_(1 - group["lr"] * group["weight_decay"])
+                parameter.add_(update, alpha=-group["lr"] * 0.2 * max(parameter.shape) ** 0.5)
+        self.param_groups = [group for group in groups if not group.get("muon")]
+        try:
+            super().step()
+        finally:
+            self.param_groups = groups
+
+
+def orthogonalise(matrix: Tensor) -> Tensor:
+    """Return a matrix with the singular vectors of ``matrix`` [m, n] and singular values near 1."""
+    wide = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.mT
+    x = wide / wide.norm().clamp_min(1e-7)
+    a, b, c = _NEWTON_SCHULZ
+    for _ in range(5):
+        square = x @ x.mT
+        x = a * x + (b * square + c * square @ square) @ x
+    return x if wide is matrix else x.mT
+
+
 def _seed_of(*parts: int) -> int:
     return int(numpy.random.SeedSequence(parts).generate_state(1, numpy.uint64)[0] >> numpy.uint64(1))
 

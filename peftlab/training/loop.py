@@ -36,7 +36,7 @@ from peftlab.progress import Phase
 from peftlab.tasks.problem import TrainingProblem
 from peftlab.training.config import TrainConfig
 from peftlab.training.distributed import adapter_template, full_tensors
-from peftlab.training.efficient import Emulation, LayerSampling, StochasticAdamW, frozen
+from peftlab.training.efficient import Emulation, LayerSampling, Muon, StochasticAdamW, frozen
 from peftlab.training.order import Order, Selection, make_order, padded_tokens, split_rows
 from peftlab.training.state import (
     Log,
@@ -161,7 +161,7 @@ class Trainer:
                     f"train.{key}: {name} divides parameters or averages; train in plain processes (DDP)"
                 )
         self.emulation = None if settings.emulate is None else Emulation(problem.model, settings.emulate)
-        optimiser = make_optimiser(trainable_parameters(problem.model), settings, problem.lr_ratio)
+        optimiser = make_optimiser(trainable_parameters(problem.model), settings, problem.lr_ratio, problem.optimizer)
         self.model: nn.Module
         self.optimiser: AcceleratedOptimizer
         self.model, self.optimiser = accelerator.prepare(problem.model, optimiser)
@@ -423,10 +423,13 @@ def try_compile(problem: TrainingProblem, accelerator: Accelerator) -> bool:
 
 
 # --- The optimiser.
+_TABLES = {"markov_w1", "markov_w2", "lm_head", "lm_heads", "embed_tokens"}  # a row each token: not by Muon
+
+
 def make_optimiser(
-    parameters: Mapping[str, nn.Parameter], settings: TrainConfig, lr_ratio: Mapping[str, float]
+    parameters: Mapping[str, nn.Parameter], settings: TrainConfig, lr_ratio: Mapping[str, float], usual: str = "adamw"
 ) -> torch.optim.Optimizer:
-    """Return a fused AdamW over the trainable parameters; ``StochasticAdamW`` where ``settings.weights`` ask for it.
+    """Return a fused AdamW over the trainable parameters, or what ``settings.weights`` or ``optimizer`` ask for.
 
     Vectors (biases, norms, magnitudes) are not decayed. Parameters whose last name is in ``lr_ratio`` get that
     multiple of ``settings.peak_lr`` (LoRA+: ``{"lora_B": ratio}``). The schedule's factor multiplies each group's
@@ -436,16 +439,22 @@ def make_optimiser(
         parameters: the trainable parameters by name.
         settings: the recipe's ``train`` section.
         lr_ratio: multiples of the learning rate by the last part of a parameter's name.
+        usual: the optimiser where ``settings.optimizer`` is None.
     """
-    groups: dict[tuple[float, float], list[nn.Parameter]] = {}
+    by_muon = (settings.optimizer or usual) == "muon"
+    groups: dict[tuple[float, float, bool], list[nn.Parameter]] = {}
     for name, parameter in parameters.items():
         decay = settings.weight_decay if parameter.ndim > 1 else 0.0
         ratio = lr_ratio.get(name.rpartition(".")[2], 1.0)
-        groups.setdefault((decay, ratio), []).append(parameter)
+        muon = by_muon and parameter.ndim == 2 and not set(name.split(".")) & _TABLES
+        groups.setdefault((decay, ratio, muon), []).append(parameter)
     listed: list[dict[str, object]] = [
         {"params": members, "weight_decay": decay, "peak_lr": settings.peak_lr * ratio}
-        for (decay, ratio), members in groups.items()
+        | ({"muon": True} if muon else {})
+        for (decay, ratio, muon), members in groups.items()
     ]
+    if by_muon:
+        return Muon(listed, lr=settings.peak_lr, betas=settings.betas, eps=settings.eps)
     if settings.weights is not None:
         return StochasticAdamW(listed, settings.betas, settings.eps, settings.seed)
     return torch.optim.AdamW(listed, lr=settings.peak_lr, betas=settings.betas, eps=settings.eps, fused=True)

@@ -76,6 +76,8 @@ DRAFTERS = {
     "block": lambda m, way: block_drafter(m),
     "block, window": lambda m, way: BlockDrafter(BlockStep(dflash(m, window=9))),
     "block tree": lambda m, way: block_drafter(m, 3),
+    "spark": lambda m, way: BlockDrafter(BlockStep(spark(m))),
+    "spark tree": lambda m, way: BlockDrafter(BlockStep(spark(m)), 3),
     "suffix+block": lambda m, way: fused(block_drafter(m)),
 }
 WAYS = {"flat": {"pack": False}, "packed": {}, "transformers": {"flat": False}}
@@ -152,6 +154,15 @@ def in_one_pass(model, way):
 def features_drafter(model, width=1):
     """An EAGLE-3 layer: one that has learned from the stories, or, for another model, a random one."""
     return FeatureDrafter(trained_eagle(model) if model.config.vocab_size == 512 else EagleStep(eagle(model)), width)
+
+
+def spark(model):
+    """A DSpark draft: what follows a drafted token differs after every token."""
+    network = dflash(model, block_size=5, from_anchor=True, markov_rank=6, markov_head="rnn", confidence=True)
+    generator = torch.Generator().manual_seed(0)
+    for parameter in network.markov_head.parameters():
+        drawn(parameter, 0.5, generator)
+    return network
 
 
 def block_drafter(model, width=1):

@@ -93,7 +93,7 @@ def test_drafters_that_cannot_follow_draft_gamma_tokens(stories_model, name):
     target = build_engine(stories_model, pack=False)
     model = ModelDrafter(build_engine(truncate(stories_model, [0, 1]), pack=False))
     drafters = {"draft": lambda: model, "suffix+draft": lambda: with_copies(model), "recycling": TokenRecycling}
-    found = draft_lengths(policy(name), 3, target, drafters, head=lambda hidden: 0.5)
+    found = draft_lengths(policy(name), 3, target, drafters, head=lambda: lambda hidden: 0.5)
     assert isinstance(found.policies["recycling"](), Fixed) and found.policies["recycling"]().budget(1) == 3
     assert "recycling draft 3 tokens instead" in found.notes[0]
     assert type(found.policies["draft"]()) is type(found.policies["suffix+draft"]()) is not Fixed
@@ -164,7 +164,10 @@ def test_generate_and_bench_follow_every_policy(
     ("arguments", "reason"),
     [
         (["--policy", "goodput"], "policy goodput: nothing is drafted"),
-        (["--policy", "head", "--drafter", "lookup"], "policy head: no draft run is named"),
+        (
+            ["--policy", "head", "--drafter", "lookup"],
+            "policy head: reads the states of a draft model that drafts a chain, and lookup is none",
+        ),
         (["--policy", "confidence", "--drafter", "suffix"], "confidence: stops a chain that is drawn .* and suffix"),
         (["--policy", "head", "--draft", "exit:2"], "exit:2 has no acceptance_head.safetensors; a draft recipe"),
     ],

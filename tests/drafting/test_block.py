@@ -1,4 +1,4 @@
-"""DFlash: training is what drafting computes, what a block sees, how its tokens weigh, and what its files contain."""
+"""DFlash and DSpark: training is what drafting computes, what a block sees, how its tokens weigh, and what its files contain."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from peftlab.drafting.block import (
     BlockLoss,
     BlockStep,
     DFlash,
+    confidence_inputs,
     dpace_weights,
     draw_anchors,
     measure_blocks,
@@ -54,7 +55,14 @@ def network_of(target: Any, tokens: torch.Tensor | None = None, **sizes: Any) ->
         for name, parameter in network.named_parameters():
             if "norm" in name:
                 parameter.normal_(1.0, std=0.3)
+            elif "markov" in name or "confidence" in name:
+                parameter.normal_(std=0.5)
     return network
+
+
+def spark(kind: str, rank: int = 5, **sizes: Any) -> dict[str, Any]:
+    """The fields of a DSpark's shape."""
+    return {"from_anchor": True, "markov_rank": rank, "markov_head": kind, "confidence": True} | sizes
 
 
 def features_of(target: Any, network: DFlash, ids: torch.Tensor) -> torch.Tensor:
@@ -143,6 +151,73 @@ def test_a_drafted_block_is_one_of_training(
         torch.testing.assert_close(fewer.logits, drafted.logits[:, :2])
 
 
+@pytest.mark.parametrize("tokens", [None, TOKENS])
+@pytest.mark.parametrize("kind", ["vanilla", "gated", "rnn"])
+@torch.no_grad()
+def test_a_token_drafted_after_another_is_one_of_training(
+    target: Any, ids: torch.Tensor, tokens: torch.Tensor | None, kind: str
+) -> None:
+    """Left to right with the drafted token, against all slots at once with the text's."""
+    network = network_of(target, tokens, **spark(kind))
+    step, features = BlockStep(network, pack=False), features_of(target, network, ids)
+    assert (step.length, step.sees_tokens) == (4, True) and step.acceptance is not None
+    anchors = torch.tensor([[6], [8]])
+    places = anchors[..., None] + torch.arange(4)
+    before = ids.gather(1, places.flatten(1)).view_as(places)
+    scored = network.scored(network.drafts(features, ids, anchors), before)
+    trained = scored[:, 0] @ network.score_weight.T  # [b, P, V_d]
+    odds = network.confidence_head(confidence_inputs(network, scored.flatten(0, 2), before.flatten())).view(2, 4)
+    cache, memory = KVCache(step.layers, 2, 32), None
+    step.read(cache, features[:, :8], cache.block([0, 1], [0, 0], 8))
+    drafted = step.draft(cache, ids.gather(1, anchors)[:, 0], cache.block([0, 1], [6, 8], 4), 4)
+    for k in range(4):
+        found, memory = step.place(drafted, k, before[:, 0, k : k + 1], memory)
+        torch.testing.assert_close(found.logits[:, 0], trained[:, k], atol=1e-5, rtol=1e-4)
+        for row in range(2):
+            assert step.acceptance(found.hidden[row, 0]) == pytest.approx(float(odds[row, k].sigmoid()), abs=1e-5)
+    other = network.scored(network.drafts(features, ids, anchors), before.roll(1, -1))
+    assert not torch.allclose(other, scored)
+
+
+def test_a_bias_stays_with_its_tokens(target: Any) -> None:
+    network, head = network_of(target, TOKENS, **spark("vanilla")), head_weight(target)
+    rows = network.markov_head.markov_w2.weight.detach().clone()
+    network.draft_only(head, None)
+    whole = network.markov_head.markov_w2.weight.detach()
+    assert whole.shape == (VOCAB, 5) and torch.equal(whole[TOKENS], rows)
+    assert int(whole.any(1).sum()) == len(TOKENS)
+    network.draft_only(head[TOKENS[3:]], TOKENS[3:])
+    assert torch.equal(network.markov_head.markov_w2.weight, rows[3:]) and network.score_weight.shape == (8, 16 + 5)
+
+
+def test_the_loss_of_heads_is_that_of_the_logits_and_of_the_acceptance(target: Any) -> None:
+    network, data = network_of(target, TOKENS, **spark("rnn")), make_dataset(requests())
+    inputs, model = Collate(pad=2)([data[i] for i in range(len(data))]), TargetWithNetwork(target, network)
+    ids, counted = inputs["input_ids"], inputs["weights"] > 0
+    features, final = target_states(model, ids, inputs["attention_mask"])
+    torch.manual_seed(3)
+    found = BlockLoss(Objective("kl"), 4, 0.7)(model, inputs)
+    torch.manual_seed(3)
+    anchors, drawn = draw_anchors(counted, 4)
+    places, both = predicted_places(anchors, counted, 4)
+    both = both & drawn[..., None]
+    before = ids.gather(1, places.flatten(1)).view_as(places)
+    scored = network.scored(network.drafts(features, ids, anchors), before)[both]
+    rows = torch.arange(len(ids))[:, None, None].expand_as(places)
+    p, q = final[rows, places][both] @ network.lm_head.weight.T, scored @ network.score_weight.T
+    weights = (0.7 ** torch.arange(4)).expand_as(both)[both]
+    overlap = torch.minimum(p.softmax(-1), q.softmax(-1)).sum(-1).detach()
+    odds = network.confidence_head(confidence_inputs(network, scored, before[both]))
+    error = F.binary_cross_entropy(odds.sigmoid(), overlap, reduction="none")
+    wanted = ((kl(p, q) + error) * weights).sum() / weights.sum() * counted.sum()
+    torch.testing.assert_close(found, wanted)
+    gradients = [
+        torch.autograd.grad(loss, [p for p in network.parameters() if p.requires_grad]) for loss in (found, wanted)
+    ]
+    for mine, theirs in zip(*gradients, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-3, rtol=1e-3)
+
+
 def test_anchors_are_places_of_the_continuation_drawn_anew() -> None:
     places = torch.zeros(3, 12, dtype=torch.bool)
     places[0, 2:9], places[1, 4:6] = True, True
@@ -223,11 +298,12 @@ def test_acceptance_is_measured_on_the_training_forward(target: Any) -> None:
     assert [each.rates()["acceptance"] for each in measured] == pytest.approx((sums[:, 0] / sums[:, 1]).tolist())
 
 
+@pytest.mark.parametrize("head", [None, "vanilla", "gated", "rnn"])
 @pytest.mark.parametrize(("tokens", "window"), [(None, None), (TOKENS, 7)])
 def test_files_are_those_of_speculators(
-    tmp_path: Path, target: Any, ids: torch.Tensor, tokens: torch.Tensor | None, window: int | None
+    tmp_path: Path, target: Any, ids: torch.Tensor, tokens: torch.Tensor | None, window: int | None, head: str | None
 ) -> None:
-    network = network_of(target, tokens, window=window)
+    network = network_of(target, tokens, window=window, **({} if head is None else spark(head)))
     write_dflash(network, tmp_path, target="mine", architecture="LlamaForCausalLM")
     h, d, between = 16, 8, 32
     expected = {"fc.weight": (h, 3 * h), "hidden_norm.weight": (h,), "norm.weight": (h,)}
@@ -241,10 +317,21 @@ def test_files_are_those_of_speculators(
         }
     if tokens is not None:
         expected |= {"lm_head.weight": (len(tokens), h), "d2t": (len(tokens),), "t2d": (VOCAB,)}
+    if head is not None:
+        expected |= {"markov_head.markov_w1.weight": (VOCAB, 5)}
+        expected |= {"markov_head.markov_w2.weight": (VOCAB if tokens is None else len(tokens), 5)}
+        expected |= {"confidence_head.proj.weight": (1, h + 5), "confidence_head.proj.bias": (1,)}
+        name, rows, width = {"gated": ("gate", 5, h + 5), "rnn": ("joint", 15, h + 10), "vanilla": ("", 0, 0)}[head]
+        if name:
+            expected |= {f"markov_head.{name}_proj.weight": (rows, width), f"markov_head.{name}_proj.bias": (rows,)}
     tensors, config = load_file(tmp_path / "model.safetensors"), json.loads((tmp_path / "config.json").read_text())
     assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == expected
-    wanted = {"block_size": 4, "mask_token_id": 2, "sample_from_anchor": False, "aux_hidden_state_layer_ids": [1, 2, 3]}
-    wanted |= {"speculators_model_type": "dflash", "sliding_window_non_causal": window is None}
+    wanted = {"block_size": 4, "mask_token_id": 2, "sample_from_anchor": head is not None}
+    wanted |= {"aux_hidden_state_layer_ids": [1, 2, 3]}
+    if head is not None:
+        wanted |= {"markov_rank": 5, "markov_head_type": head, "enable_confidence_head": True}
+        wanted |= {"confidence_head_with_markov": True, "architectures": ["DSparkDraftModel"]}
+    wanted |= {"speculators_model_type": "dspark" if head else "dflash", "sliding_window_non_causal": window is None}
     assert {key: config[key] for key in wanted} == wanted
     layer = config["transformer_layer_config"]
     kind = "full_attention" if window is None else "sliding_attention"
@@ -253,7 +340,11 @@ def test_files_are_those_of_speculators(
     assert back.shape == network.shape
     features = features_of(target, network, ids)
     with torch.no_grad():
-        mine, theirs = (each.logits(each.drafts(features, ids, ANCHORS)) for each in (network, back))
+        places = ANCHORS[..., None] + torch.arange(network.shape.length)
+        before = ids.gather(1, places.clamp_max(13).flatten(1)).view_as(places)
+        mine, theirs = (
+            each.scored(each.drafts(features, ids, ANCHORS), before) @ each.score_weight.T for each in (network, back)
+        )
     assert torch.equal(mine, theirs)
     save_file(tensors | {"strange": torch.zeros(1)}, tmp_path / "model.safetensors")
     with pytest.raises(PeftlabError, match="strange"):
@@ -274,11 +365,11 @@ def _set(config: dict[str, Any], key: str, value: Any) -> dict[str, Any]:
         ("num_hidden_layers", 3, "layer_types must be 3 times full_attention or 3 times sliding_attention"),
         ("block_size", 1, "block_size 1"),
         ("mask_token_id", VOCAB, f"mask_token_id {VOCAB} must be"),
-        ("sample_from_anchor", True, "sample_from_anchor is true"),
+        ("sample_from_anchor", 1, "sample_from_anchor"),
         ("attention_bias", True, "without attention_bias"),
         ("layer_types", ["full_attention", "sliding_attention"], "layer_types must be 2 times"),
         ("draft_vocab_size", 11, "d2t is not the map of 11 drafted tokens"),
-        ("speculators_model_type", "eagle3", "speculators_model_type is 'eagle3', not dflash"),
+        ("speculators_model_type", "eagle3", "speculators_model_type is 'eagle3', not dflash or dspark"),
     ],
 )
 def test_a_file_whose_settings_contradict_its_tensors_is_refused(
@@ -287,6 +378,27 @@ def test_a_file_whose_settings_contradict_its_tensors_is_refused(
     write_dflash(network_of(target), tmp_path, target="mine", architecture="LlamaForCausalLM")
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(_set(config, key, value)))
+    with pytest.raises(PeftlabError, match=words):
+        read_dflash(tmp_path, input_embedding(target), head_weight(target))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("markov_rank", 4, "tensors that do not fit its configuration: confidence_head.proj.weight, markov_head"),
+        ("markov_rank", 0, "tensors that do not fit its configuration: confidence_head.proj.weight, markov_head"),
+        ("markov_head_type", "gated", "tensors that do not fit its configuration: markov_head.gate_proj.bias"),
+        ("markov_head_type", "deep", "markov_head_type 'deep' one of vanilla, gated and rnn"),
+        ("enable_confidence_head", False, "tensors that do not fit its configuration: confidence_head.proj.bias"),
+        ("confidence_head_with_markov", False, "tensors that do not fit its configuration: confidence_head.proj.wei"),
+    ],
+)
+def test_heads_that_contradict_their_tensors_are_refused(
+    tmp_path: Path, target: Any, key: str, value: Any, words: str
+) -> None:
+    write_dflash(network_of(target, **spark("vanilla")), tmp_path, target="mine", architecture="LlamaForCausalLM")
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {key: value}))
     with pytest.raises(PeftlabError, match=words):
         read_dflash(tmp_path, input_embedding(target), head_weight(target))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,12 @@ from transformers import AutoTokenizer
 
 from peftlab.checkpoints.merge import merge_checkpoint
 from peftlab.decoding.decode import Fixed, StoppingCriteria, decode
+from peftlab.decoding.table import policy
 from peftlab.drafting.base import load_pair, make_drafter
 from peftlab.drafting.export import export_draft
 from peftlab.drafting.table import find_draft
 from peftlab.errors import PeftlabError
-from peftlab.pipelines.benchmark import plan_draft
+from peftlab.pipelines.benchmark import draft_lengths, plan_draft
 from peftlab.pipelines.draft import run_draft
 from peftlab.pipelines.recipes import run_recipe
 from peftlab.pipelines.update import update_draft, update_live
@@ -31,7 +33,12 @@ KINDS = {
     "hydra": ("{kind: hydra, heads: 2, shared_head: true, vocabulary: 300}", "null", "heads/model.safetensors"),
     "mtp": ("{kind: mtp, steps: 2, vocabulary: 300, store_gb: 1}", "null", "mtp/model.safetensors"),
     "dflash": (
-        "{kind: dflash, block_size: 4, layers: 2, vocabulary: 300, store_gb: 1, anchors: 6}",
+        "{kind: dflash, block_size: 5, layers: 2, vocabulary: 300, store_gb: 1, anchors: 6}",
+        "null",
+        "dflash/model.safetensors",
+    ),
+    "dspark": (
+        "{kind: dflash, block_size: 4, markov: {rank: 6, head: gated}, confidence: true, vocabulary: 300, anchors: 6}",
         "null",
         "dflash/model.safetensors",
     ),
@@ -43,6 +50,7 @@ REFUSED = {
     "hydra": ("vllm", "Hydra heads, which no released engine loads"),
     "mtp": ("vllm", "only for targets that come with them"),
     "dflash": ("vllm", "which is not exported yet"),
+    "dspark": ("transformers", "is a dflash draft, which is written for vllm, sglang"),
     "pard": ("sglang", "which vllm alone drafts with"),
     "gated_lora": ("vllm", "which sglang alone serves"),
 }
@@ -69,8 +77,9 @@ def run(request: pytest.FixtureRequest, stories: Path, place: Path) -> tuple[str
 def test_a_run_resumes_to_the_same_bytes_and_decodes_exactly(run: tuple[str, Path], stories: Path) -> None:
     kind, place = run
     results = json.loads((place / "results.json").read_text())
-    assert results["draft"] == kind and results["decoding"]["after"]["lossless"] is True
+    assert results["draft"] == kind.replace("dspark", "dflash") and results["decoding"]["after"]["lossless"] is True
     assert 0 < results["metrics"]["prompts"]["acceptance"] <= 1
+    assert ("confidence" in results) == (kind == "dspark")
     weights, metrics = load_file(place / KINDS[kind][2]), (place / "metrics.jsonl").read_bytes()
     sorted((place / "checkpoints").glob("step-*.pt"))[-1].unlink()
     (place / "results.json").unlink()
@@ -82,7 +91,9 @@ def test_a_run_resumes_to_the_same_bytes_and_decodes_exactly(run: tuple[str, Pat
 
 def test_chains_and_trees_in_batches_are_the_targets_own(run: tuple[str, Path], stories: Path) -> None:
     kind, place = run
-    assert find_draft(str(place))[0].config.endswith(f".config:{kind.title().replace('_', '')}Draft")
+    assert find_draft(str(place))[0].config.endswith(
+        f".config:{kind.title().replace('_', '').replace('Dspark', 'Dflash')}Draft"
+    )
     pair, tokenizer = load_pair(str(stories), str(place)), AutoTokenizer.from_pretrained(stories)
     prompts = [tokenizer(text)["input_ids"] for text in ("A", "The moon was", "Sam ran to the big")]
     plain = [output.tokens for output in decode(pair.target, prompts, StoppingCriteria(20))]
@@ -185,6 +196,29 @@ def test_heads_of_other_settings_are_not_continued_from(run: tuple[str, Path], s
         assert str(caught.value).endswith(wanted) and not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("run", ["dspark"], indirect=True)
+def test_a_confidence_head_ends_drafts(run: tuple[str, Path], stories: Path, tmp_path: Path) -> None:
+    _, place = run
+    pair, tokenizer = load_pair(str(stories), str(place)), AutoTokenizer.from_pretrained(stories)
+    prompts = [tokenizer(text)["input_ids"] for text in ("A", "The moon was", "Sam ran to the big")]
+    drafters = {"draft": partial(make_drafter, "draft", pair)}
+    plain, drafted = [output.tokens for output in decode(pair.target, prompts, StoppingCriteria(20))], {}
+    for name in ("fixed", "head:0.5", "head:0.9"):
+        lengths = draft_lengths(policy(name), 4, pair.target, drafters)
+        outputs = decode(
+            pair.target, prompts, StoppingCriteria(20), drafters["draft"](), policy=lengths.policies["draft"]
+        )
+        assert [output.tokens for output in outputs] == plain
+        drafted[name] = [step.drafted for output in outputs for step in output.steps]
+    assert max(drafted["fixed"]) == 4 and sum(drafted["head:0.5"]) <= sum(drafted["head:0.9"])
+    assert sum(drafted["head:0.5"]) / len(drafted["head:0.5"]) < sum(drafted["fixed"]) / len(drafted["fixed"])
+    with pytest.raises(PeftlabError, match="gamma 5: the draft was trained to draft 4 tokens in a pass; give 4"):
+        draft_lengths(policy("fixed"), 5, pair.target, drafters)
+    other = "draft={kind: dflash, markov: 4, from: " + str(place) + "}"
+    with pytest.raises(PeftlabError, match="was trained with rank 6, gated; leave it out"):
+        run_recipe(recipe(stories, tmp_path / "out", "dspark", other))
+
+
 @pytest.mark.parametrize("run", ["pard"], indirect=True)
 def test_vllm_drafts_with_masks(run: tuple[str, Path], stories: Path, tmp_path: Path) -> None:
     _, place = run
@@ -244,6 +278,15 @@ def test_sglang_serves_a_gated_lora_and_nothing_takes_it_for_an_adapter(
         ("gated_lora", ["policy=confidence:0.5"], "masks predict all at once"),
         ("gated_lora", ["draft_window='4:16'"], "gated_lora drafts in the target's"),
         ("gated_lora", ["objective.name=topk_kl", "data.top_k=4"], "gated_lora trains without topk_kl"),
+        ("dflash", ["draft={kind: dflash, features: [3, 2]}"], "must be layer numbers from 0, rising"),
+        ("dflash", ["draft={kind: dflash, features: [1, 6]}"], "no layer 6; the target has 0 to 4, and 5 is the state"),
+        ("dflash", ["draft={kind: dflash, mask_token: 512}"], "512 is no token of the target; write 0, or leave it"),
+        ("dflash", ["draft={kind: dflash, mask_token: 300}"], "300 is text to the tokenizer; write 0, or leave it out"),
+        ("dflash", ["draft={kind: dflash, confidence: true}"], "give markov a rank, such as 64"),
+        ("dflash", ["draft={kind: dflash, block_size: 3}", "gamma=3"], "drafts 2 tokens; write draft.block_size: 4"),
+        ("dflash", ["policy=head"], "head: reads a trained head"),
+        ("dflash", ["draft={kind: dflash, from: nowhere}"], "nowhere is no dflash draft"),
+        ("dflash", ["method={name: lora}"], "a new dflash layer trains whole"),
         ("pard", ["draft={kind: pard, mask_token: 512}"], "512 is no token; the target has 0 to 511"),
         ("pard", ["draft={kind: pard, from: a, truncate: {layers: [0]}}"], "needs exactly one of from: REF"),
         ("pard", ["policy=confidence:0.5"], "pard writes all at once"),

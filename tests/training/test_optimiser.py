@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import types
+from collections.abc import Callable
 from fractions import Fraction
 from types import SimpleNamespace
 
@@ -16,10 +17,10 @@ from torch import nn
 
 from peftlab.errors import PeftlabError
 from peftlab.training.config import TrainConfig
-from peftlab.training.efficient import StochasticAdamW, _noise, round_to_bf16
+from peftlab.training.efficient import StochasticAdamW, _noise, orthogonalise, round_to_bf16
 from peftlab.training.loop import lr_factor, make_optimiser
 
-SETTINGS = SimpleNamespace(peak_lr=0.1, weight_decay=0.5, betas=(0.9, 0.99), eps=1e-6, weights=None)
+SETTINGS = SimpleNamespace(peak_lr=0.1, weight_decay=0.5, betas=(0.9, 0.99), eps=1e-6, weights=None, optimizer=None)
 
 
 def parameters():
@@ -195,3 +196,36 @@ def test_refused_where_parameters_are_divided(tmp_path):
     problem = types.SimpleNamespace(model=nn.Linear(2, 2), lr_ratio={})
     with pytest.raises(PeftlabError, match=r"train\.weights: FSDP2 divides"):
         Trainer(problem, ROUNDING, accelerator, None)
+
+
+def test_muon_steps_matrices_as_torch_does_and_the_rest_by_adamw() -> None:
+    torch.manual_seed(0)
+    shapes = {"layers.0.weight": (6, 10), "layers.0.norm": (10,), "lm_head.weight": (12, 10)}
+    start = {name: torch.randn(shape) for name, shape in shapes.items()}
+    gradients = [{name: torch.randn(shape) for name, shape in shapes.items()} for _ in range(4)]
+
+    def trained(make: Callable[[dict[str, nn.Parameter]], list[torch.optim.Optimizer]]) -> dict[str, nn.Parameter]:
+        parameters = {name: nn.Parameter(tensor.clone()) for name, tensor in start.items()}
+        optimisers = make(parameters)
+        for each in gradients:
+            for name, parameter in parameters.items():
+                parameter.grad = each[name].clone()
+            for optimiser in optimisers:
+                optimiser.step()
+        return parameters
+
+    settings = TrainConfig(lr=0.01, optimizer="muon", weight_decay=0.1)
+    mine = trained(lambda p: [make_optimiser(p, settings, {})])
+    theirs = trained(
+        lambda p: [
+            torch.optim.Muon([p["layers.0.weight"]], lr=0.01, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
+            torch.optim.AdamW([p["layers.0.norm"]], lr=0.01, weight_decay=0.0),
+            torch.optim.AdamW([p["lm_head.weight"]], lr=0.01, weight_decay=0.1),
+        ]
+    )
+    for name in ("layers.0.norm", "lm_head.weight"):
+        torch.testing.assert_close(mine[name], theirs[name])
+    ours, reference = (of["layers.0.weight"] - start["layers.0.weight"] for of in (mine, theirs))
+    assert float((ours - reference).detach().norm() / reference.norm()) < 0.05  # torch's iterates in bfloat16
+    singular = torch.linalg.svdvals(orthogonalise(torch.randn(5, 9)))
+    assert 0.5 < float(singular.min()) <= float(singular.max()) < 1.3
