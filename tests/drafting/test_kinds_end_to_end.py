@@ -49,7 +49,7 @@ REFUSED = {
     "medusa": ("vllm", "Medusa heads, which no released engine loads"),
     "hydra": ("vllm", "Hydra heads, which no released engine loads"),
     "mtp": ("vllm", "only for targets that come with them"),
-    "dflash": ("vllm", "which is not exported yet"),
+    "dflash": ("transformers", "is a dflash draft, which is written for vllm, sglang"),
     "dspark": ("transformers", "is a dflash draft, which is written for vllm, sglang"),
     "pard": ("sglang", "which vllm alone drafts with"),
     "gated_lora": ("vllm", "which sglang alone serves"),
