@@ -7,7 +7,7 @@ from torch import nn
 from peftlab.errors import PeftlabError
 from peftlab.methods.base import Plan, find, fully_trained, match, parameters_under, sites_of
 from peftlab.methods.config import BitFitConfig, FullConfig, HeadConfig
-from peftlab.models.architectures import QUERIES, inside, model_type
+from peftlab.models.architectures import QUERIES, inside, model_type, unread_parameters
 
 
 def plan_bitfit(model: nn.Module, config: BitFitConfig) -> Plan:
@@ -53,14 +53,12 @@ def is_bias(name: str) -> bool:
 def plan_full(model: nn.Module, config: FullConfig) -> Plan:
     """Return the plan of full finetuning: every parameter trains that the model's task reads.
 
-    A classifier of images does not read its body's ``mask_token``, which stood for hidden patches in pretraining.
-
     Raises:
         PeftlabError: ``modules_to_save`` names a module that does not exist.
     """
     fully_trained(model, config.modules_to_save)
-    unread = "mask_token" if type(model).__name__.endswith("ForImageClassification") else None
-    return Plan(train=[name for name, _ in model.named_parameters() if name.rpartition(".")[2] != unread])
+    unread = unread_parameters(model)
+    return Plan(train=[name for name, _ in model.named_parameters() if name not in unread])
 
 
 def plan_head(model: nn.Module, config: HeadConfig) -> Plan:

@@ -252,6 +252,31 @@ def language_part(model: nn.Module) -> str:
     return next((name for name, module in model.named_modules() if module is decoder), "")
 
 
+def unread_parameters(model: nn.Module) -> set[str]:
+    """Return the parameters that no forward pass of the model's task reads, so that they never have a gradient.
+
+    A classifier of images does not read ``mask_token``, which stood for hidden patches in pretraining; LLaVA and its
+    like take an image's states from one layer (``vision_feature_layer``) and read no layer, norm or head behind it.
+    """
+    names = [name for name, _ in model.named_parameters()]
+    if type(model).__name__.endswith("ForImageClassification"):
+        return {name for name in names if name.rpartition(".")[2] == "mask_token"}
+    config = getattr(model, "config", None)
+    taken, layers = getattr(config, "vision_feature_layer", None), None
+    if isinstance(taken, int):
+        layers = getattr(getattr(config, "vision_config", None), "num_hidden_layers", None)
+    if not isinstance(taken, int) or not isinstance(layers, int):
+        return set()
+    read = taken + layers + 1 if taken < 0 else taken  # states 0 are the embeddings', states i those behind i layers
+    found = set()
+    for name in names:
+        layer = re.search(r"(?:^|\.)vision_tower\.(?:.*\.)?layers\.(\d+)\.", name)
+        behind = re.search(r"(?:^|\.)vision_tower\.(?:vision_model\.)?(?:post_layernorm|head)\.", name)
+        if behind or (layer and int(layer[1]) >= read):
+            found.add(name)
+    return found
+
+
 def inside(name: str, modules: Iterable[str]) -> bool:
     """Whether a module or parameter name is one of ``modules`` or is below one of them."""
     return any(name == module or name.startswith(f"{module}.") for module in modules)

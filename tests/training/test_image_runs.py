@@ -244,6 +244,17 @@ def test_shown_images_say_their_size_and_tokens(talked: Any) -> None:
     assert all("tokens]" not in part.text for sequence in shown for part in sequence.parts if part.trained)
 
 
+def test_full_finetuning_leaves_out_what_the_model_does_not_read(llava: Path) -> None:
+    """LLaVA takes the states before its last layer that sees."""
+    file = chats(llava.parent / "full.jsonl", llava.parent / "digits", n=3)
+    values = {
+        "model": str(llava), "task": "text/chat", "data": {"path": str(file), "validation": 1}, "method": {"name": "full"},
+        "train": {"max_steps": 3, "batch_size": 3, "max_length": 256}, "output_dir": str(llava.parent / "full"),
+    }  # fmt: skip
+    results = tiny.run(values)
+    assert results["steps"] == 3 and 0 < results["trainable_parameters"] < results["total_parameters"]
+
+
 def said(content: Any, answer: Any = "0") -> list[dict[str, Any]]:
     return [{"role": "user", "content": content}, {"role": "assistant", "content": answer}]
 
