@@ -48,7 +48,7 @@ _KEYS = {
     "gated": "'draft={kind: gated_lora}' 'method={name: lora, r: 64, lora_alpha: 128, "
     "target_modules: all-linear}' objective.name=lk",
     "eagle1": "'draft={kind: eagle3, features: [30], steps: 1, regression: 10}'",
-    "eagle3": "draft.steps=3",
+    "eagle3": "'draft={kind: eagle3, steps: 3, store_gb: 1}'",
 }
 DRAFTS = {name: f"run draft/quickstart train.epochs=3 {keys}" for name, keys in _KEYS.items()}
 """Name -> the command that trains it; ``output_dir`` is added."""
