@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from peftlab.errors import PeftlabError, did_you_mean
 from peftlab.methods.base import fully_trained, has_suffix
-from peftlab.methods.config import ALL_LINEAR, PEFT_IGNORED, PEFT_REFUSED, LoraConfig
+from peftlab.methods.config import ALL_LINEAR, PEFT_IGNORED, PEFT_REFUSED, QUERY_AND_VALUE, LoraConfig
 from peftlab.methods.inject import Injection, injection_of, trainable_parameters
 from peftlab.methods.lora.layers import LoraAttention, LoraExperts, LowRank, OwnCopy, TokenRows
 from peftlab.methods.lora.plan import matching_only, matrices, uncalled_modules
@@ -129,8 +129,13 @@ def _read_config(raw: Mapping[str, object], path: Path) -> tuple[LoraConfig, tup
         if known.get(key) in ([], {}, "")
     }
     values = {key: value for key, value in known.items() if key not in absent}
+    for key in ("modules_to_save", "target_parameters"):
+        if isinstance(values.get(key), str):
+            raise PeftlabError(f"{path}: {key}: {values[key]!r} is not a list of names; peft takes it letter by letter")
     # peft's defaults where they differ from ours.
     values = {"lora_alpha": 8, "ensure_weight_tying": False, "init_lora_weights": start} | values
+    if values.get("target_modules") is None and not values.get("target_parameters"):
+        values["target_modules"] = QUERY_AND_VALUE
     try:
         return LoraConfig.model_validate(values, strict=True), notes
     except ValidationError as error:

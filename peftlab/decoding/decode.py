@@ -268,7 +268,7 @@ class Drafter(Protocol):
         concurrent: whether it drafts while the target verifies. Its time is then no part of a step's, and tokens that
             the target has not read are verified exactly or not at all.
         has_logits: whether it proposes chains with the logits of each token's distribution (``Proposal.logits``).
-        longest: tokens of a chain that it drafts at most; None: any number.
+        chain_limit: tokens of a chain that it drafts at most; None: any number.
         acceptance: of a draft that estimates it, the state from which a token is drafted [H] -> the probability that
             the token is accepted; None: it does not.
     """
@@ -293,7 +293,7 @@ class Drafter(Protocol):
         return False
 
     @property
-    def longest(self) -> int | None:
+    def chain_limit(self) -> int | None:
         return None
 
     @property

@@ -508,7 +508,7 @@ class BlockDrafter(StateDrafter[BlockNetwork]):
         return self.width == 1
 
     @property
-    def longest(self) -> int | None:
+    def chain_limit(self) -> int | None:
         return self.network.length if self.width == 1 else None
 
     @property

@@ -262,7 +262,7 @@ def draft_lengths(
     first = next(iter(made))
     if first in refused:
         raise PeftlabError(f"policy {chosen.text}: {refused[first]}")
-    if (longest := made[first].longest) is not None and gamma > longest:
+    if (longest := made[first].chain_limit) is not None and gamma > longest:
         raise PeftlabError(f"gamma {gamma}: the draft was trained to draft {longest} tokens in a pass; give {longest}")
     times: MeasuredStepTimes | None = None
     if chosen.row.needs == TIMES:

@@ -678,7 +678,7 @@ def _measure(
         what = (run_dir / "adapter", draft.base, run_dir / "merged", _samples(sets))
         # On the CPU: beside what was trained, a device may lack the memory for two models more.
         if verifies_merge(recipe.merge):
-            with Phase(COMPARING, note="loads both; skip: merge: {verify: false}"):
+            with Phase(COMPARING, note="loads both; skip: merge.verify=false"):
                 results.merge = verify_merge(*what)
         if measures_latency(recipe.merge):
             with Phase(TIMING, note="loads three; skip: merge.latency=false"):

@@ -363,7 +363,7 @@ def _write_run(
             what = (run_dir / "adapter", recipe.model, run_dir / "merged", sample_inputs(task, EXAMPLES))
             # On the CPU: beside the trained model, a device may lack the memory for two more.
             if verifies_merge(recipe.merge):
-                with Phase(COMPARING, note="loads both; skip: merge: {verify: false}"):
+                with Phase(COMPARING, note="loads both; skip: merge.verify=false"):
                     results.merge = verify_merge(*what, trust_remote_code=trusted)
             if measures_latency(recipe.merge):
                 device = next(model.parameters()).device

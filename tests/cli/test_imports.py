@@ -94,6 +94,7 @@ COUNTS = {
     "schema": ("", 330),
     "env": ("torch numpy", 120),
     "validate glue/cola-lora": ("", 370),
+    "runs": ("", 330),
     "report run -o report.html": ("matplotlib numpy", 670),
     "inspect base": ("torch numpy", 250),
     "inspect encoder": ("torch numpy", 250),

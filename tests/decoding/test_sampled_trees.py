@@ -536,7 +536,7 @@ def test_generate_draws_trees(stories):
         (["--tree", "rsd_s:1"], "tree rsd_s:1: W is a whole number from 2"),
         (
             ["--width", 3],
-            "width 3: of heads, eagle3, mtp, pard and gated_lora; a draft model's trees have names, as tree rsd_c:3",
+            "width 3: of heads, eagle3, mtp, dflash, pard and gated_lora; a draft model's trees have names, as tree rsd_c:3",
         ),
         (
             ["--tree", "rsd_c:2", "--policy", "goodput"],

@@ -150,7 +150,7 @@ def test_what_a_consumer_cannot_load_is_said(draft: Path, stories: Path, tmp_pat
             "vllm-medusa",
             r"one of transformers, vllm, sglang, speculators, llama.cpp, stitched \(did you mean 'vllm'\?\)",
         ),
-        (draft, "speculators", "is a model of its own; speculators is for eagle3 and dflash drafts"),
+        (draft, "speculators", "is a model of its own; speculators is for eagle3, dflash and own mtp drafts"),
     ):
         with pytest.raises(PeftlabError, match=message):
             export_draft(source, out, consumer, str(stories))

@@ -130,7 +130,7 @@ def test_from_recipe_to_report(toy: Path, stories: Path, tmp_path: Path) -> None
     recipe = ["draft/ci", f"target={stories}", "~method", "draft={kind: ahead}", *small]
     said = peftlab(toy, "validate", *recipe[:3], "draft={kind: ahed}", status=2)
     assert (
-        "unknown draft 'ahed' (did you mean 'ahead'?); one of model, early_exit, medusa, pard, gated_lora, hydra, mtp, eagle3, ahead"
+        "unknown draft 'ahed' (did you mean 'ahead'?); one of model, early_exit, medusa, pard, gated_lora, hydra, mtp, eagle3, dflash, ahead"
         in said
     )
     whole, cut = tmp_path / "whole", tmp_path / "cut"

@@ -66,7 +66,8 @@ def complete(kind: type, **changes: Any) -> dict[str, Any]:
         "merged_metrics": {"one": {"acceptance": 0.7294}}, "repetition": {"seen": 0.6624, "repeated": 0.05},
         "vocabulary": {"tokens": 8192, "ceiling": 0.9447}, "decoding": {"before": {}, "after": after, "gamma": 2},
         "held_out": {"text": "0" * 64, "tokens": [48] * 24, "acceptance": [0.7] * 24},
-        "chosen": {"layers": [0, 3]}, "acceptance_head": {"error": 0.1, "constant": 0.2},
+        "chosen": {"layers": [0, 3]}, "confidence": {"error": 0.05, "greedy_error": 0.06, "bins": []},
+        "acceptance_head": {"error": 0.1, "constant": 0.2},
     }  # fmt: skip
     return results(**{**shared, **(finetune if kind is FinetuneResults else draft), **changes})
 

@@ -74,7 +74,7 @@ def test_a_rows_own_keys_for_a_task_win_over_all_others() -> None:
 
 
 def test_what_has_no_fold_is_not_merged() -> None:
-    merged = {"into": "dequantised", "latency": True}
+    merged = {"into": "dequantised", "verify": True, "latency": True}
     for override, expected in (("merge=true", True), ("merge={latency: true}", merged)):
         found = cells("t.yaml", override, "rows.adapters={method: {name: houlsby}}")
         values = {cell.row: cell.recipe.model_dump()["merge"] for cell in found.values()}
