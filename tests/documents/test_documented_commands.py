@@ -37,6 +37,7 @@ MARKS = (
     "needs two GPUs",
     "needs two machines",
     "needs a bucket",
+    "needs the digits",
     "needs a server",
     "needs llama.cpp",
     "needs vLLM",
