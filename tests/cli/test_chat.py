@@ -106,7 +106,7 @@ class Terminal:
             os.execve(sys.executable, [sys.executable, "-m", "peftlab", *arguments], environment())
         self.seen = ""
 
-    def until(self, wanted: str, seconds: float = 40) -> str:
+    def until(self, wanted: str, seconds: float = 120) -> str:
         """Return what appeared before ``wanted``, and that."""
         limit = time.monotonic() + seconds
         while wanted not in self.seen:

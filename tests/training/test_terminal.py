@@ -22,7 +22,8 @@ def on_terminal(*arguments):
     """Run Python on a terminal of its own, ``WIDTH`` wide, and return all that was written there."""
     master, slave = os.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, WIDTH, 0, 0))
-    environment = {name: value for name, value in tiny.environment().items() if name not in ("COLUMNS", "LINES")}
+    ours = ("COLUMNS", "LINES", "TQDM_DISABLE", "TQDM_LEAVE")  # the command line sets the last two, in tests too
+    environment = {name: value for name, value in tiny.environment().items() if name not in ours}
     process = subprocess.Popen(
         [sys.executable, *map(str, arguments)], stdin=slave, stdout=slave, stderr=slave, env=environment
     )
