@@ -40,7 +40,6 @@ from peftlab.drafting.acceptance import (
 )
 from peftlab.drafting.base import DraftExporter, Loss
 from peftlab.drafting.block_files import (
-    BLOCK_CONSUMERS,
     BlockExport,
     BlockShape,
     read_block_shape,
@@ -52,6 +51,7 @@ from peftlab.drafting.heads import MarkovBias
 from peftlab.drafting.objectives import Objective, chunked_loss, make_objective
 from peftlab.drafting.pard import unused_token
 from peftlab.drafting.state_network import (
+    CONSUMERS,
     WEIGHTS,
     Attend,
     KnownStates,
@@ -798,16 +798,9 @@ class DflashKind(StateKind[DflashDraft]):
         return measure_confidence(self.model, held_out, batch_size) if network.shape.confidence else None
 
     @classmethod
-    def check_layers(cls, place: str, network: StateNetwork, layers: int) -> None:
-        """Refuse a target without the layers whose states are read."""
-        if max(network.features) > layers:
-            last = max(network.features)
-            raise PeftlabError(f"{place}: reads the state entering layer {last}; the target has {layers}")
-
-    @classmethod
     def export(cls, place: str, consumer: str) -> Path | DraftExporter:
         """Return what writes the draft for vLLM, SGLang, speculators or llama.cpp."""
-        if consumer not in BLOCK_CONSUMERS:
-            known = ", ".join(BLOCK_CONSUMERS)
+        if consumer not in CONSUMERS:
+            known = ", ".join(CONSUMERS)
             raise PeftlabError(f"--for {consumer}: {place} is a dflash draft, which is written for {known}")
         return BlockExport(Path(place), consumer)

@@ -75,7 +75,6 @@ class BlockShape(NetworkShape):
 
 
 MARKOV_HEADS = ("vanilla", "gated", "rnn")
-BLOCK_CONSUMERS = ("vllm", "sglang", "speculators", "llama.cpp")
 _OTHER_NAMES = {"midlayer.": "layers.0.", "encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm."}
 
 

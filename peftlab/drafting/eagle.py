@@ -26,6 +26,7 @@ from peftlab.drafting.base import DraftExporter, Loss, llama_command, speculator
 from peftlab.drafting.config import Eagle3Draft
 from peftlab.drafting.objectives import make_objective
 from peftlab.drafting.state_network import (
+    CONSUMERS,
     FORMAT,
     WEIGHTS,
     Attend,
@@ -649,16 +650,9 @@ class Eagle3Kind(UnrolledKind[Eagle3Draft]):
         return FeatureLoss(objective, config.steps, config.decay, config.regression, self.known)
 
     @classmethod
-    def check_layers(cls, place: str, network: StateNetwork, layers: int) -> None:
-        """Refuse a target without the layers whose states are read."""
-        if max(network.features) > layers:
-            last = max(network.features)
-            raise PeftlabError(f"{place}: reads the state entering layer {last}; the target has {layers}")
-
-    @classmethod
     def export(cls, place: str, consumer: str) -> Path | DraftExporter:
         """Return what writes the draft for vLLM, SGLang, speculators or llama.cpp."""
-        if consumer not in ("vllm", "sglang", "speculators", "llama.cpp"):
-            known = "vllm, sglang, speculators and llama.cpp"
-            raise PeftlabError(f"--for {consumer}: {place} is an eagle3 draft, which {known} load")
+        if consumer not in CONSUMERS:
+            known = ", ".join(CONSUMERS)
+            raise PeftlabError(f"--for {consumer}: {place} is an eagle3 draft, which is written for {known}")
         return EagleExport(Path(place), consumer)

@@ -58,6 +58,9 @@ from peftlab.methods.merging import merge
 from peftlab.models.load import eval_mode
 from peftlab.progress import counted
 
+CONSUMERS = ("vllm", "sglang", "speculators", "llama.cpp")
+"""Programs that eagle3 and dflash drafts are written for."""
+
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Queries [b, heads, n, D], keys and values [b, kv_heads, n, D] of new rows -> what they read, [b, heads, n, D]."""
 
@@ -964,13 +967,14 @@ class StateKind(DraftKind[StateT]):
         return loader.pair(size, network=step, features=network.features, warnings=warnings)
 
     @classmethod
-    @abstractmethod
     def check_layers(cls, place: str, network: StateNetwork, layers: int) -> None:
         """Raise ``PeftlabError`` where a network reads states that a target of so many layers does not have.
 
         Args:
             place: of the network, for messages. network: as stored. layers: of the target.
         """
+        if (last := max(network.features)) > layers:
+            raise PeftlabError(f"{place}: reads the state entering layer {last}; the target has {layers}")
 
     @classmethod
     def update(cls, config: StateT, newest: Path, log: Path) -> StateT:
