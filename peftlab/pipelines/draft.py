@@ -23,7 +23,7 @@ from peftlab.checkpoints.merge_plan import MergeOptions
 from peftlab.decoding.benchmark import DraftedText, Question, Settings, compare, drafted_text
 from peftlab.decoding.decode import Drafter
 from peftlab.decoding.engines import build_engine
-from peftlab.decoding.measurements import Conditions, Interval, MeasuredGain, TimeShares
+from peftlab.decoding.measurements import Conditions, Interval, MeasuredGain, PromptDivergence, TimeShares
 from peftlab.decoding.model_free import SuffixLookup, with_copies
 from peftlab.decoding.table import HEAD, Window, policy, window
 from peftlab.drafting.acceptance import Reliability, ceiling, save_acceptance_head, train_acceptance_head
@@ -94,6 +94,7 @@ class DecodingSpeed:
         speed_up: the ratio of the two.
         speed_up_interval: its 95 % interval.
         lossless: whether every output is plain decoding's, with every drafter.
+        divergences: the outputs that differ, with any drafter.
         verdict: the speed-up in words.
         beside: speed-up of the drafters that were timed in turn with it: copying what followed a repeated suffix
             (``suffix``), and both in one tree (``suffix+draft``).
@@ -115,6 +116,7 @@ class DecodingSpeed:
     speed_up: float
     speed_up_interval: Interval
     lossless: bool
+    divergences: list[PromptDivergence]
     verdict: str
     beside: dict[str, float]
     time: TimeShares | None
@@ -743,6 +745,7 @@ def decoding_speed(
     settings = Settings(recipe.data.max_new_tokens, eos, policies=lengths.policies, repeats=1)
     run = compare(engine, drafters, questions, settings)
     found = run.result("draft")
+    differing = [at for name in drafters for at in run.result(name).divergences]
     example = None
     if tokenizer is not None:
         example = drafted_text(engine, settings, "draft", drafter(), questions[0], tokenizer)
@@ -756,7 +759,8 @@ def decoding_speed(
         tokens_per_second=round(found.tokens_per_second, 2),
         speed_up=round(found.speedup, 3),
         speed_up_interval=found.speedup_interval,
-        lossless=all(run.result(name).lossless for name in drafters),
+        lossless=not differing,
+        divergences=differing,
         verdict=found.verdict,
         beside={name: round(run.result(name).speedup, 3) for name in (SUFFIX, SUFFIX_AND_DRAFT)},
         time=found.time,

@@ -368,7 +368,10 @@ def _draft_summary(results: Results, times: str) -> dict[str, str]:
         )
     )
     speeds = {"with the draft": after.get("tokens_per_second"), "plain": after.get("plain_tokens_per_second")}
-    outputs = "" if "lossless" not in after else "equal outputs" if after["lossless"] else "outputs differ"
+    differing = after.get("divergences")
+    near = [_mapping(at).get("near_tie") for at in differing] if isinstance(differing, list) else []
+    outputs = "" if "lossless" not in after else "equal outputs" if after["lossless"] else f"{len(near)} outputs differ"
+    outputs += "" if not near else " at near ties" if all(near) else f", {near.count(True)} at near ties"
     tau, best, seen = map(as_float, (after.get("block_efficiency"), gained.get("best_gain"), repeated.get("seen")))
     longest, counts = gained.get("best_gamma"), {"answers": "train_examples", "tokens": "learnt_tokens"}
     return {

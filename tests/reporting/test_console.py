@@ -93,8 +93,18 @@ def test_the_headline_of_a_draft_is_how_much_faster_decoding_is_with_it() -> Non
     assert second.split() == ["acceptance", "0.7294", "(0.1000", "before", "training)"]
     assert third.split()[0] == "uncertain" and "load average" in third
     assert any("2.17 with 2 drafted, best length 2 (about 1.49x)" in line for line in rest)
+    assert any("59 with the draft, 47 plain, equal outputs" in " ".join(line.split()) for line in rest)
     quiet = facts.headline(complete(DraftResults, decoding={"after": {"speed_up": 0.5}, "gamma": 2}), times="*")
     assert (quiet.value, quiet.rest, list(quiet.beneath)) == ("0.50*", "plain decoding", ["acceptance"])
+
+
+@pytest.mark.parametrize(
+    ("near", "text"), [([], "equal outputs"), ([True] * 2, "2 outputs differ at near ties"),
+                       ([True, False], "2 outputs differ, 1 at near ties")]
+)  # fmt: skip
+def test_outputs_that_differ_are_counted_with_their_near_ties(near: list[bool], text: str) -> None:
+    after = {"tokens_per_second": 59.4, "lossless": not near, "divergences": [{"near_tie": at} for at in near]}
+    assert facts.summary(complete(DraftResults, decoding={"after": after}))["tokens/s"].endswith(text)
 
 
 def test_trainable_line_is_pefts() -> None:

@@ -40,6 +40,7 @@ DECODING = {
         "speed_up": 1.2,
         "speed_up_interval": [1.1, 1.3],
         "lossless": True,
+        "divergences": [],
         "verdict": "faster than plain decoding (1.20x, 95 % interval 1.10 to 1.30)",
         "beside": {"suffix": 1.1},
         "time": {"target": 0.5, "draft": 0.4, "outside": 0.1},
