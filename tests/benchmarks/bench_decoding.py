@@ -5,13 +5,21 @@ of any kind joins in, and, if it is a model, ``transformers``' assisted generati
 ``PEFTLAB_TARGET`` names the model that it was trained for, and ``PEFTLAB_PROMPTS=FILE`` prompts of its domain instead
 of the Spec-Bench questions; ``PEFTLAB_COUNT`` (5 prompts), ``PEFTLAB_GAMMA`` and ``PEFTLAB_DTYPES`` ("float32
 bfloat16") are taken, too. With ``PEFTLAB_TOP_P=P`` all sample at temperature 0.8, cut to top-p.
+
+``python -m tests.benchmarks decoding --engines`` has llama.cpp and vLLM for CPUs in the same turns, over weights in 16,
+8 and 4 bits, with as many threads; ``PEFTLAB_ENGINES`` is the interpreter of an environment that has them. A prompt's time is that of one
+new token, that of a generated token what ``NEW`` take beyond the first.
 """
 
 from __future__ import annotations
 
 import os
 import statistics
+import sys
+import tempfile
+import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,11 +27,12 @@ from typing import Any
 
 import torch
 
+from peftlab.checkpoints.gguf import write_model
 from peftlab.decoding.benchmark import PLAIN, Comparison, Decode, Question, Settings, compare
 from peftlab.decoding.cache import Engine
 from peftlab.decoding.decode import Drafter, Fixed, Generation, StoppingCriteria, decode
 from peftlab.decoding.engines import build_engine
-from peftlab.decoding.measurements import step_seconds
+from peftlab.decoding.measurements import Timings, rate_intervals, step_seconds
 from peftlab.decoding.model_free import PromptLookup, TokenRecycling
 from peftlab.decoding.sampled_trees import rsd_c
 from peftlab.decoding.sampling import Sampling
@@ -31,6 +40,7 @@ from peftlab.drafting.base import SUFFIX_AND_DRAFT, load_pair, make_drafter
 from peftlab.drafting.target import eos_ids
 from peftlab.models.load import load_base, load_tokenizer
 from peftlab.pipelines.benchmark import attach_stopwatches
+from peftlab.pipelines.served import LlamaServer, VllmServer, llama_command, started, vllm_command
 from peftlab.reporting.drafts import finite
 from peftlab.tasks.prompts import encode, read_prompts, spread
 from tests.benchmarks.figures import Figure
@@ -156,12 +166,108 @@ def show(run: Comparison, drafters: Iterable[str], title: str) -> None:
         )
 
 
+Complete = Callable[[Question, int], list[int]]
+"""Returns the greedy output of a question with so many new tokens."""
+
+
+def ways(stack: ExitStack, target: str, place: Path, storage: str) -> dict[str, Complete]:
+    """Return what decodes with weights in a type of GGUF: peftlab, llama.cpp, and in 16 bits vLLM and transformers.
+
+    Args:
+        stack: what ends the servers. target: reference. place: directory for files. storage: ``bf16``, ``q8_0``, ...
+    """
+    model, _ = load_base(target, "AutoModelForCausalLM", dtype=torch.bfloat16)
+    model.save_pretrained(place / "target")
+    load_tokenizer(target).save_pretrained(place / "target")
+    file = place / f"{storage}.gguf"
+    write_model(model, place / "target", file, storage)
+    length = LONGEST + NEW + 1
+    llama = LlamaServer(stack.enter_context(started(llama_command(file, length, {}), place / "llama.log")))
+    found: dict[str, Complete] = {"llama.cpp": partial(served, llama)}
+    if storage == "bf16":
+        command = vllm_command(str(place / "target"), "bf16", length)
+        found["vLLM"] = partial(served, VllmServer(stack.enter_context(started(command, place / "vllm.log"))))
+        found[GENERATE] = partial(generated, model)
+        found["peftlab, sums in bf16"] = partial(decoded, load_pair(str(file), dtype=torch.bfloat16).target, None)
+    pair = load_pair(str(file))
+    print(f"{storage}: peftlab's step: {pair.target.kind}")
+    found["peftlab"] = partial(decoded, pair.target, None)
+    reference = os.environ.get("PEFTLAB_DRAFT")
+    if storage == "bf16" and reference is not None:
+        pair = load_pair(str(file), reference)
+        for name in ("draft", SUFFIX_AND_DRAFT):
+            found[f"peftlab, {name}"] = partial(decoded, pair.target, partial(make_drafter, name, pair))
+    return found
+
+
+def served(server: LlamaServer | VllmServer, question: Question, new: int) -> list[int]:
+    """Return an engine's output."""
+    return server.complete(question.ids, new, ignore_eos=True).tokens
+
+
+def generated(model: Any, question: Question, new: int) -> list[int]:
+    """Return the output of ``transformers.generate``."""
+    ids = torch.tensor([question.ids])
+    options = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False}
+    return model.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, len(question.ids) :].tolist()
+
+
+def decoded(target: Engine, drafter: Callable[[], Drafter] | None, question: Question, new: int) -> list[int]:
+    """Return peftlab's output."""
+    stopping = StoppingCriteria(new)
+    made = None if drafter is None else drafter()
+    return decode(target, [question.ids], stopping, made, policy=partial(Fixed, GAMMA))[0].tokens
+
+
+def beside_engines(target: str) -> list[Figure]:
+    """Print a table for each type of weights and return the ratios of generated tokens per second."""
+    figures, asked = [], questions(target)
+    for storage in ("bf16", "q8_0", "q4_1"):
+        with ExitStack() as stack:
+            place = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="peftlab-engines-")))
+            found = ways(stack, target, place, storage)
+            prompts, rest = ({name: [[] for _ in asked] for name in found} for _ in range(2))
+            outputs: dict[str, list[list[int]]] = {name: [[] for _ in asked] for name in found}
+            for repeat in range(REPEATS + 1):
+                for i, question in enumerate(asked):
+                    for name in [*found][:: 1 if (i + repeat) % 2 else -1]:
+                        began = time.perf_counter()
+                        found[name](question, 1)
+                        first = time.perf_counter()
+                        outputs[name][i] = found[name](question, NEW)
+                        if repeat:  # the first pass warms up
+                            prompts[name][i].append(first - began)
+                            rest[name][i].append(time.perf_counter() - first - (first - began))
+        tokens = [len(q.ids) for q in asked]
+        rates = {name: Timings([NEW - 1] * len(asked), rest[name]) for name in found}
+        theirs = rates["llama.cpp"]
+        title = f"{storage}, {len(asked)} prompts, {NEW} new tokens"
+        print(f"\n| {title} | prompt, tokens/s | generated, tokens/s | of llama.cpp's | outputs like llama.cpp's |")
+        print("| --- | --- | --- | --- | --- |")
+        for name, rate in rates.items():
+            low, high = rate_intervals(rate, theirs).speedup or (0.0, 0.0)
+            same = sum(mine == other for mine, other in zip(outputs[name], outputs["llama.cpp"], strict=True))
+            read, times = Timings(tokens, prompts[name]).rate(), rate.rate() / theirs.rate()
+            print(f"| {name} | {read:.0f} | {rate.rate():.1f} | {times:.2f} ({low:.2f} to {high:.2f}) | {same} |")
+            if name.startswith("peftlab"):
+                figures += [
+                    Figure(f"{name}: {storage} weights", peer, rate.rate() / other.rate(), interval=between.speedup)
+                    for peer, other in rates.items()
+                    if not peer.startswith("peftlab")
+                    for between in [rate_intervals(rate, other)]
+                ]
+        print(flush=True)
+    return figures
+
+
 def main() -> list[Figure]:
     """Print the tables and return the ratios; of two precisions each row says which."""
     target, names = (
         os.environ.get("PEFTLAB_TARGET", SMOLLM2),
         os.environ.get("PEFTLAB_DTYPES", "float32 bfloat16").split(),
     )
+    if "--engines" in sys.argv:
+        return beside_engines(target)
     found = {name: contest(target, getattr(torch, name)) for name in names}
     if SAMPLING.greedy is False:
         return []

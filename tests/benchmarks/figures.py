@@ -7,6 +7,7 @@ import json
 import os
 import shlex
 import statistics
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
@@ -51,10 +52,13 @@ def record(name: str, title: str, conditions: str, figures: Sequence[Figure]) ->
         figures: what it measured, the row for the top of the page first.
     """
     path = FOLDER / f"{name}.json"
-    given = {key: value for key, value in os.environ.items() if key.startswith(_SET)}
+    given = {key: value for key, value in os.environ.items() if key.startswith(_SET) and key != "PEFTLAB_ENGINES"}
     measured = {
         "command": " ".join(
-            [*(f"{k}={shlex.quote(v)}" for k, v in sorted(given.items())), f"python -m tests.benchmarks {name}"]
+            [
+                *(f"{k}={shlex.quote(v)}" for k, v in sorted(given.items())),
+                *("python -m tests.benchmarks", name, *sys.argv[1:]),
+            ]
         ),
         "date": str(datetime.date.today()),
         "cpu": short_name(describe_cpu()),
