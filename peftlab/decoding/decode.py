@@ -613,7 +613,8 @@ class _Batch:
         generators = self._generators(rows)
         if self.lossy is not None:
             parents = [draft.parents_of(i) for i in range(len(rows))]
-            return accept_lossy(self.lossy, output.logits, draft.tokens, parents, self.sampling, generators)
+            drawn = draft.tokens, draft.probs, parents
+            return accept_lossy(self.lossy, output.logits, *drawn, self.sampling, generators)
         drafted = draft.tokens, draft.probs, draft.parents
         return accept(output.logits, *drafted, self.sampling, generators, self.verifier)
 

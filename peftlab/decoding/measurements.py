@@ -457,7 +457,11 @@ class DistanceMeter:
 
     def __call__(self, rows: list[Row], verified: Verified) -> None:
         draft = verified.draft
-        laws, allowed = self.rule.distribution_and_mask(verified.output.logits, self.sampling)
+        relaxed = None if self.sampling.greedy else self.rule.relaxed
+        if relaxed is None:
+            laws, allowed = self.rule.distribution_and_mask(verified.output.logits, self.sampling)
+        else:
+            laws = self.sampling.probabilities(verified.output.logits)
         for i, path in enumerate(verified.paths):
             tokens = draft.tokens[i].tolist()
             drawn = one_hot(draft.tokens[i], laws) if draft.probs is None else draft.probs[i]
@@ -465,8 +469,11 @@ class DistanceMeter:
                 below = [
                     child for child, parent in enumerate(draft.parents_of(i)) if parent == node and tokens[child] >= 0
                 ]
-                p = laws[i, node + 1]
-                law = emitted_distribution(p, allowed[i, node + 1], [drawn[child] for child in below])
+                p, drawn_from = laws[i, node + 1], [drawn[child] for child in below]
+                if relaxed is None:
+                    law = emitted_distribution(p, allowed[i, node + 1], drawn_from)
+                else:
+                    law = relaxed.law(p, drawn_from)
                 self._total += float((law - p).abs().sum()) / 2
                 self.tokens += 1
 

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from peftlab.decoding.table import NamedRule
+from peftlab.decoding.table import EMBEDDING, NamedRule
 from peftlab.errors import PeftlabError
 from peftlab.registry import resolve
 
@@ -627,22 +628,51 @@ def _accept_chains(
 # of the emitted token follows from p, the tokens that a rule accepts, and what the drafted tokens were drawn from.
 
 
+class Relaxed(Protocol):
+    """A lossy rule that weighs p against q, as exact verification does, where tokens are drawn."""
+
+    def allowed(self, p: Tensor) -> Tensor:
+        """Return which tokens are accepted at temperature 0, p that at temperature 1: [..., V] -> [..., V]."""
+        ...
+
+    def verify(
+        self, target_probs: Tensor, draft_probs: Tensor, tokens: Tensor, random: RandomSource
+    ) -> tuple[int | None, int]:
+        """Verify the drafts for one position; arguments and result are those of ``verify_drafts``."""
+        ...
+
+    def law(self, p: Tensor, drawn_from: Sequence[Tensor]) -> Tensor:
+        """Return the distribution of the token that is emitted, [V]; arguments as of ``emitted_distribution``."""
+        ...
+
+
 @dataclass(frozen=True)
 class LossyRule:
     """A rule that decides which drafted tokens are accepted.
 
     Attributes:
         name: for reports. allowed: p [..., V] -> whether each token is accepted if it is drafted.
+        relaxed: decides where tokens are drawn; None: by ``allowed``, whatever they were drawn from.
     """
 
     name: str
     allowed: Callable[[Tensor], Tensor]
+    relaxed: Relaxed | None = None
 
     @classmethod
-    def of(cls, chosen: NamedRule) -> LossyRule:
-        """Return the rule that a user named."""
+    def of(cls, chosen: NamedRule, embedding: Tensor | None = None) -> LossyRule:
+        """Return the rule that a user named.
+
+        Args:
+            chosen: the rule. embedding: the target's token embeddings [V, H], which some rules need.
+        """
         rule, x = resolve(chosen.row.make), chosen.value
-        return cls(chosen.text, lambda p: rule(p, x))
+        if chosen.row.needs != EMBEDDING:
+            return cls(chosen.text, lambda p: rule(p, x))
+        if embedding is None or not isinstance(x, tuple):
+            raise PeftlabError(f"lossy {chosen.text}: needs the target's token embeddings")
+        relaxed: Relaxed = rule(embedding, *x)
+        return cls(chosen.text, relaxed.allowed, relaxed)
 
     def distribution_and_mask(self, logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
         """Return p, from which tokens are drawn, and the mask of tokens that are accepted, [..., V] each.
@@ -708,6 +738,7 @@ def accept_lossy(
     rule: LossyRule,
     logits: Tensor,
     tokens: Tensor,
+    probs: Tensor | None,
     parents: Sequence[Sequence[int]],
     sampling: Sampling,
     generators: Sequence[torch.Generator],
@@ -715,12 +746,18 @@ def accept_lossy(
     """Accept one path of each row's draft by a lossy rule.
 
     Args:
-        rule: decides. logits, tokens, sampling, generators: as for ``accept``. parents: of each row's nodes.
+        rule: decides. logits, tokens, probs, sampling, generators: as for ``accept``. parents: of each row's nodes.
 
     Returns:
         The accepted nodes of each row, and the token after them.
     """
-    p, allowed = rule.distribution_and_mask(logits, sampling)
-    rows = zip(p, allowed, tokens, parents, map(RandomSource, generators), strict=True)
-    walks = [verify_lossy(*row) for row in rows]
+    if rule.relaxed is not None and not sampling.greedy:
+        p = sampling.probabilities(logits)
+        q = one_hot(tokens, p) if probs is None else probs
+        drafts = zip(p, q, tokens, parents, map(TreeRandomSource, generators), strict=True)
+        walks = [verify_tree(*draft, rule.relaxed.verify) for draft in drafts]
+    else:
+        p, allowed = rule.distribution_and_mask(logits, sampling)
+        rows = zip(p, allowed, tokens, parents, map(RandomSource, generators), strict=True)
+        walks = [verify_lossy(*row) for row in rows]
     return [path for path, _ in walks], [token for _, token in walks]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from peftlab.errors import PeftlabError, did_you_mean
+
+Value = float | tuple[float, ...]
 
 
 @dataclass(frozen=True)
@@ -13,15 +16,16 @@ class Argument:
     """The argument X of a rule that is written NAME:X.
 
     Attributes:
-        name: for messages. description: what it may be. read: text -> its value; ValueError for another.
+        name: for messages. description: what it may be. read: text -> its value, of several numbers a tuple;
+            ValueError for another.
         default: its value where it is left out; None is a value as well.
         required: whether it may not be left out.
     """
 
     name: str
     description: str
-    read: Callable[[str], float]
-    default: float | None = None
+    read: Callable[[str], Value]
+    default: Value | None = None
     required: bool = False
 
 
@@ -33,7 +37,7 @@ class Rule:
         make: ``"module:attribute"`` of its constructor.
         description: what it does, for the command line.
         argument: its X; None: it takes none.
-        needs: what it takes, see ``POLICIES`` and ``VERIFIERS``; "" for nothing.
+        needs: what it takes, see ``POLICIES``, ``LOSSY`` and ``VERIFIERS``; "" for nothing.
     """
 
     make: str
@@ -53,7 +57,7 @@ class NamedRule:
     text: str
     name: str
     row: Rule
-    value: float | None
+    value: Value | None
 
 
 def parse_rule(what: str, rows: Mapping[str, Rule], text: str) -> NamedRule:
@@ -107,11 +111,19 @@ def _number(kind: type[int] | type[float], allowed: Callable[[float], bool]) -> 
     return read
 
 
+def _numbers(*readers: Callable[[str], float]) -> Callable[[str], tuple[float, ...]]:
+    """Return a parser of as many numbers, with colons between them; it raises ValueError for other texts."""
+    return lambda text: tuple(read(part) for read, part in zip(readers, text.split(":"), strict=True))
+
+
 _FROM_0 = _number(int, lambda n: n >= 0)
 _FROM_1 = _number(int, lambda n: n >= 1)
 _FROM_2 = _number(int, lambda n: n >= 2)
 _FROM_0_TO_1 = _number(float, lambda x: 0 <= x <= 1)
 _BETWEEN_0_AND_1 = _number(float, lambda x: 0 < x < 1)
+_NUMBER_AND_SHARE = _numbers(_FROM_1, _BETWEEN_0_AND_1)
+_ABOVE_0 = _number(float, lambda x: 0 < x < math.inf)
+_ABOVE_1 = _number(float, lambda x: 1 < x < math.inf)
 
 _POLICY = "peftlab.decoding.policies"
 DRAWN, HEAD, TIMES = "probabilities", "acceptance head", "step times"
@@ -148,6 +160,8 @@ def policy(text: str) -> NamedRule:
 
 
 _SAMPLING = "peftlab.decoding.sampling"
+_IMAGE_TOKENS = "peftlab.decoding.image_tokens"
+EMBEDDING = "token embeddings"
 
 LOSSY: dict[str, Rule] = {
     "typical": Rule(
@@ -160,8 +174,29 @@ LOSSY: dict[str, Rule] = {
         "drafted tokens among the target's K most probable",
         Argument("K", "a whole number from 2", _FROM_2, required=True),
     ),
+    "lantern": Rule(
+        f"{_IMAGE_TOKENS}:lantern",
+        "image tokens, with the p of the K nearest up to D together",
+        Argument("K:D", "a whole number from 1 and a number between 0 and 1", _NUMBER_AND_SHARE, required=True),
+        EMBEDDING,
+    ),
+    "lantern++": Rule(
+        f"{_IMAGE_TOKENS}:lantern_plus",
+        "the same, up to L times their own p in all",
+        Argument("K:L", "a whole number from 1 and a number above 1", _numbers(_FROM_1, _ABOVE_1), required=True),
+        EMBEDDING,
+    ),
+    "gsd": Rule(
+        f"{_IMAGE_TOKENS}:GroupedTokens",
+        "image tokens by groups of like ones, W ranks of p on each side, at most D apart (default 7:0.5)",
+        Argument("W:D", "a whole number from 1 and a number above 0", _numbers(_FROM_1, _ABOVE_0), (7, 0.5)),
+        EMBEDDING,
+    ),
 }
-"""Name -> rule of lossy verification. ``make`` is (p [..., V], X) -> which tokens are accepted [..., V]."""
+"""Name -> rule of lossy verification. ``make`` is (p [..., V], X) -> which tokens are accepted [..., V].
+
+``needs``: the target's token embeddings. ``make`` is then (embeddings [V, H], X's numbers) -> a ``sampling.Relaxed``.
+"""
 
 
 def lossy(text: str) -> NamedRule:

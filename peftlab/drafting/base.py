@@ -181,7 +181,7 @@ class Pair:
     """A target with its tokenizer, and its draft if there is one: an engine, heads, or a network on its states.
 
     Attributes:
-        weights: what a step of the target reads.
+        weights: what a step of the target reads. embedding: the target's token embeddings [V, H].
         whole: the draft as a model of its own; None where it is none.
         own: the draft, where it is or begins with some of the target's own layers.
         masks: of a draft that writes several tokens in one pass; None: it writes one.
@@ -195,6 +195,7 @@ class Pair:
     tokenizer: PreTrainedTokenizerBase
     eos: frozenset[int]
     weights: TargetWeights
+    embedding: Tensor | None = None
     draft: Engine | None = None
     own: OwnLayers | None = None
     whole: Engine | None = None
@@ -276,10 +277,11 @@ class TargetLoader:
         if whole is not None and parameters >= size:
             warnings += (f"the draft ({parameters:,} parameters) is no smaller than the target ({size:,})",)
         layers = own(engine) if own is not None else None
+        embedding = model.get_input_embeddings().get_parameter("weight").detach()[: engine.vocab_size]
         return Pair(
-            engine, self.tokenizer, eos_ids(model), weights, draft=layers.engine if layers is not None else whole,
-            own=layers, whole=whole, heads=heads, network=network, masks=masks, target_parameters=size,
-            draft_parameters=parameters, warnings=warnings,
+            engine, self.tokenizer, eos_ids(model), weights, embedding,
+            draft=layers.engine if layers is not None else whole, own=layers, whole=whole, heads=heads, network=network,
+            masks=masks, target_parameters=size, draft_parameters=parameters, warnings=warnings,
         )  # fmt: skip
 
 

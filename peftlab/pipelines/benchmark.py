@@ -127,13 +127,13 @@ class DecodingOptions:
         Fixed(self.gamma)
         return policy(self.policy)
 
-    def lossy_rule(self) -> LossyRule | None:
+    def lossy_rule(self) -> NamedRule | None:
         """Return the rule of lossy verification; None verifies exactly.
 
         Raises:
             PeftlabError: no such rule.
         """
-        return None if self.lossy is None else LossyRule.of(lossy(self.lossy))
+        return None if self.lossy is None else lossy(self.lossy)
 
     def grow(self) -> GrowthFactory | None:
         """Return what makes the growth of drawn trees; None drafts in the draft's own way.
@@ -434,7 +434,7 @@ def benchmark(
     options = options or DecodingOptions()
 
     # Refuse settings that cannot work before anything is loaded.
-    length = options.length()
+    length, relaxation = options.length(), options.lossy_rule()
     if engine != OWN:
         _check_for_engine(engine, draft, drafters, options, batch_size, pool)
     for name in drafters:
@@ -444,7 +444,6 @@ def benchmark(
         max_new_tokens=options.max_new_tokens,
         sampling=options.sampling(),
         batch_size=batch_size,
-        lossy=options.lossy_rule(),
         verifier=options.verifier(),
         repeats=repeats,
     )
@@ -464,6 +463,7 @@ def benchmark(
     head = partial(acceptance_head, draft, pair.target.device)
     lengths = draft_lengths(length, options.gamma, pair.target, made, batch=batch_size, head=head)
     settings.eos, settings.policies = pair.eos, lengths.policies
+    settings.lossy = None if relaxation is None else LossyRule.of(relaxation, pair.embedding)
 
     # Time plain decoding and the drafters in turn; then decode one prompt more for the page.
     questions = [Question(p.id, p.category, encode(pair.tokenizer, p)) for p in chosen_prompts]

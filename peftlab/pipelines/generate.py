@@ -19,6 +19,7 @@ from peftlab.decoding.measurements import (
     LossyResult,
     acceptance_statistics,
 )
+from peftlab.decoding.sampling import LossyRule
 from peftlab.decoding.table import model_free
 from peftlab.drafting.base import (
     ONE_PASS,
@@ -74,6 +75,7 @@ class Writer:
     Attributes:
         drafter: as for ``generate``; None decodes plainly. policy: makes the draft length of an output.
         eos: token ids that end an output. stop: texts before which an output ends.
+        lossy: accepts drafted tokens in place of exact verification; None: exactly.
     """
 
     pair: Pair
@@ -82,6 +84,7 @@ class Writer:
     policy: PolicyFactory
     eos: frozenset[int]
     stop: Sequence[str] = ()
+    lossy: LossyRule | None = None
 
     def write(
         self, ids: Sequence[int], on_text: Callable[[str], None] | None = None, *, seed: int | None = None
@@ -100,7 +103,7 @@ class Writer:
             if on_text is not None:
                 on_text(piece)
 
-        sampling, rule = options.sampling(), options.lossy_rule()
+        sampling, rule = options.sampling(), self.lossy
         meter = None if rule is None else DistanceMeter(rule, sampling)
         began = time.perf_counter()
         result = decode(
@@ -146,7 +149,9 @@ def load_writer(
     name = drafter or ("draft" if draft is not None else None)
     name = SUFFIX_AND_DRAFT if name == SUFFIX and draft is not None else name
     policy = fixed(PolicyInputs(options.gamma), None) if name is None else _policy(options, pair, draft, name)
-    return Writer(pair, options, name, policy, pair.eos | ends, stop)
+    relaxation = options.lossy_rule()
+    rule = None if relaxation is None else LossyRule.of(relaxation, pair.embedding)
+    return Writer(pair, options, name, policy, pair.eos | ends, stop, rule)
 
 
 _WITH_DRAFT = ("draft", SUFFIX, SUFFIX_AND_DRAFT, PEARL, ONE_PASS)

@@ -32,6 +32,7 @@ class System:
 _GATE = "decoding/test_lossless_gate.py::test_every_drafter"
 _POLICIES = "decoding/test_lossless_gate.py::test_every_policy"
 _TREES = "decoding/test_sampled_trees.py"
+_RELAXED = "decoding/test_image_tokens.py::test_the_law_of_the_emitted_token_is_that_of_the_code"
 _LAWS = "decoding/test_sampled_decoding.py::test_follows_the_target"
 
 _KEYS = {
@@ -100,6 +101,9 @@ SYSTEMS = (
     System("A pool that refills, against plain static batches", "draft bench --drafter suffix --batch-size 3 --pool", "decoding/test_benchmark.py::test_a_pool_gives_the_outputs_of_single_sequences", "pool"),
     System("Typical acceptance, lossy (2401.10774)", "draft bench --draft {model} --gamma 2 --lossy typical", "decoding/test_lossy.py::test_the_law_of_the_emitted_token_is_that_of_the_code"),
     System("The target's K best, lossy", "draft bench --draft {model} --gamma 2 --lossy accept_k:3", "decoding/test_lossy.py::test_bench_never_calls_it_lossless"),
+    System("LANTERN: neighbours of image tokens, lossy (2410.03355)", "draft bench --target TARGET --prompts FILE.jsonl --draft DRAFT --temperature 1 --lossy lantern:4:0.3", _RELAXED),
+    System("LANTERN++: bounded by the token's own probability, lossy (2502.06352)", "draft bench --target TARGET --prompts FILE.jsonl --draft DRAFT --temperature 1 --lossy lantern++:4:3", _RELAXED),
+    System("GSD: groups of image tokens, lossy (2508.07747)", "draft bench --target TARGET --prompts FILE.jsonl --draft DRAFT --temperature 1 --lossy gsd", _RELAXED),
     System("Encoder-decoder targets", "draft bench --target TARGET --prompts FILE.jsonl --drafter lookup", "decoding/test_encoder_decoder.py::test_the_command_line_decodes_and_measures"),
     System("State-space targets (Mamba)", "draft bench --target TARGET --prompts FILE.jsonl --drafter lookup", "decoding/test_state_space.py::test_the_command_line_decodes_and_measures"),
     System("Costs of drafting, by kind", "draft plan --target TARGET", "decoding/test_planning.py::test_plan_without_a_draft_compares_the_kinds_in_eighty_columns"),
