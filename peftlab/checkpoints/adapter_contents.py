@@ -9,15 +9,15 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from types import NoneType
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
 from peftlab.checkpoints.adapter import (
     CONFIG_FILE,
@@ -31,18 +31,22 @@ from peftlab.checkpoints.adapter import (
     read_metadata,
     text_or_none,
 )
-from peftlab.checkpoints.merge_plan import closest_model
+from peftlab.checkpoints.merge_plan import MergeOptions, closest_model, plain_task_model
 from peftlab.checkpoints.peft_format import PREFIX
-from peftlab.checkpoints.tensors import read_header, read_pickle
+from peftlab.checkpoints.tensors import open_shards, read_header, read_pickle
 from peftlab.errors import PeftlabError, did_you_mean
 from peftlab.files import Json
 from peftlab.methods.base import has_suffix, layer_index
 from peftlab.methods.config import ALL_LINEAR, LoraConfig
 from peftlab.methods.lora.layers import stored_transposed
 from peftlab.methods.lora.plan import leaf_kind
+from peftlab.models.architectures import PlainModel, conv1d
 from peftlab.models.config import base_directory
-from peftlab.models.load import empty_model
+from peftlab.models.load import empty_model, load_config
 from peftlab.patterns import matching
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 Shape = tuple[int, ...]
 
@@ -52,6 +56,17 @@ _FACTOR = re.compile(
 )
 _FACTOR_OF_PARAMETER = re.compile(r"(?P<module>.+)\.(?P<parameter>\w+)_(?P<kind>lora_A|lora_B)")
 _BOTTLENECK = re.compile(r"(?P<module>.+?)\.(?:adapter_down|adapter_up|token_adapter)\..+")
+
+
+# What ``settings`` leaves out: keys that do not matter for what is computed, and the values of options that are off.
+_NOT_SHOWN = (
+    "auto_mapping", "base_model_name_or_path", "inference_mode", "megatron_core", "peft_version", "qalora_group_size",
+    "revision",
+)  # fmt: skip
+_OFF: tuple[object, ...] = (None, False, {}, [], 0.0)
+_OFF_BY_KEY: dict[str, tuple[object, ...]] = {"bias": (None, "none"), "init_lora_weights": (None, True)}
+# The settings that a plain LoRA of peft's may have.
+_PLAIN = frozenset(("lora_alpha", "lora_dropout", "peft_type", "r", "target_modules", "task_type", "use_rslora"))
 
 
 @dataclass(frozen=True)
@@ -130,6 +145,15 @@ class AdapterContents:
             for (module, depth, _), sides in found.items()
             if len(sides) == 2
         ]
+
+    @property
+    def settings(self) -> dict[str, object]:
+        """What the configuration contains, without what is off or of no use here."""
+        if self.format == "loralib":
+            return {"r": self.pairs[0].a[0]} if self.pairs and self.pairs[0].a else {}
+        raw = self.raw.get("method") if self.format == "peftlab" else self.raw.get("config", self.raw)
+        items = raw.items() if isinstance(raw, Mapping) else ()
+        return {key: value for key, value in items if key not in _NOT_SHOWN and value not in _OFF_BY_KEY.get(key, _OFF)}
 
     @property
     def other_tensors(self) -> list[AdapterTensor]:
@@ -362,8 +386,9 @@ class AdapterFit:
         return type(self.model).__name__
 
     def fresh_model(self) -> PreTrainedModel:
-        """Return another model like ``model``, to be changed."""
-        return empty_model(self.architecture, self.model.config, self.base)
+        """Return another model like ``model``, of transformers' class, to be changed."""
+        config = load_config(str(self.base)) if isinstance(self.model, PlainModel) else self.model.config
+        return empty_model(self.architecture, config, self.base)
 
     @cached_property
     def modules(self) -> dict[str, nn.Module]:
@@ -431,6 +456,27 @@ class AdapterFit:
         targets = self.contents.names("target_modules") if self.contents.format == "peft" else []
         return [target for target in targets if not any(has_suffix(name, target) for name in self.modules)]
 
+    @cached_property
+    def plain(self) -> bool:
+        """Whether the file is LoRA in peft's format with nothing beside rank, alpha and a list of targets, each linear
+        map of a plain model that they name has both factors under peft's keys, and no other module has."""
+        contents, raw = self.contents, self.contents.raw
+        targets, rank = contents.names("target_modules"), raw.get("r")
+        if contents.format != "peft" or not isinstance(self.model, PlainModel) or type(rank) is not int:
+            return False
+        if raw.get("peft_type") != "LORA" or raw.get("task_type") not in (None, "CAUSAL_LM"):
+            return False
+        if contents.settings.keys() - _PLAIN or targets != raw.get("target_modules") or self.unmatched or self.missing:
+            return False
+        keys = {tensor.key for tensor in contents.tensors}
+        expected = {f"{PREFIX}{pair.module}.{kind}.weight" for pair in contents.pairs for kind in ("lora_A", "lora_B")}
+        return keys == expected and all(
+            type(self.modules[pair.module]) is nn.Linear
+            and any(has_suffix(pair.module, target) for target in targets)
+            and pair.a[0] == pair.b[-1] == rank
+            for pair in contents.pairs
+        )
+
     def all_experts(self, pair: FactorPair) -> bool:
         """Return whether the factors are those of one 3-D parameter of an experts module."""
         module = self.modules.get(pair.module)
@@ -485,7 +531,7 @@ def _sizes(module: nn.Module, tensor: AdapterTensor) -> _InOut:
         if parameter is None or parameter.ndim < 2 or (tensor.parameter and name != tensor.parameter):
             continue
         shape = tuple(parameter.shape)
-        if isinstance(module, nn.Embedding | Conv1D):
+        if isinstance(module, (nn.Embedding, *conv1d())):
             found.append(((shape[0],), math.prod(shape[1:])))
         elif parameter.ndim == 3 and not isinstance(module, nn.Conv1d):
             inner, outer = (shape[1], shape[2]) if stored_transposed(module, parameter) else (shape[2], shape[1])
@@ -515,7 +561,16 @@ def fit_to_base(contents: AdapterContents, base: str) -> AdapterFit:
         PeftlabError: no such base, or no model can be made of its configuration.
     """
     directory = base_directory(base)
-    names = {tensor.target: torch.empty(tensor.shape, device="meta") for tensor in contents.tensors}
     task = text_or_none(contents.raw, "task_type", contents.path / CONFIG_FILE) if contents.format == "peft" else None
-    adapter = Adapter(LoraConfig(), names, contents.base, task_type=task)
-    return AdapterFit(contents, closest_model(adapter, directory, source=str(contents.path))[0], directory)
+
+    def of_shapes(names: Mapping[str, AdapterTensor]) -> Adapter:
+        shapes = {name: torch.empty(tensor.shape, device="meta") for name, tensor in names.items()}
+        return Adapter(LoraConfig(), shapes, contents.base, task_type=task)
+
+    source, named = str(contents.path), {tensor.target: tensor for tensor in contents.tensors}
+    with suppress(PeftlabError):  # a base whose weights cannot be read is told by the readers that read them
+        shards, factors = open_shards(directory), {f"{each.target}.{each.kind}": each for each in contents.tensors}
+        plain = plain_task_model(of_shapes(factors), directory, shards, MergeOptions())
+        if plain is not None and named.keys() <= dict(plain.named_modules()).keys():
+            return AdapterFit(contents, plain, directory)
+    return AdapterFit(contents, closest_model(of_shapes(named), directory, source=source)[0], directory)

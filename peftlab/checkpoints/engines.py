@@ -1,9 +1,9 @@
 """Who reads which adapter: ``peftlab adapter check``, and ``peftlab adapter convert`` for an engine.
 
 Each program that reads adapters is a class with settings and one method, ``verdicts``, which goes through what decides
-in the order in which the program looks at it; its first verdict counts. peftlab and peft are asked by loading the
-adapter into a model without weights; the engines' rules are derived from a named version of their source. Where a rule
-does not cover an adapter (another architecture, say) the verdict is "unknown", never a guess.
+in the order in which the program looks at it; its first verdict counts. peftlab and (but for a plain LoRA) peft are
+asked by loading the adapter into a model without weights; the engines' rules are derived from a named version of their
+source. Where a rule does not cover an adapter (another architecture, say) the verdict is "unknown", never a guess.
 """
 
 from __future__ import annotations
@@ -130,15 +130,20 @@ class Peftlab(Reader):
 
 
 class Peft(Reader):
-    """The installed peft loads the adapter into the empty model."""
+    """The installed peft loads the adapter into the empty model.
 
-    source = "peft {peft}, by loading it"
+    A plain LoRA, which any peft reads, is judged by its keys and shapes: loading peft takes longer than all else.
+    """
+
+    source = "peft {peft}, by loading it; a plain LoRA by its keys and shapes"
 
     def verdicts(self, fit: AdapterFit) -> Iterator[Verdict]:
         if importlib.util.find_spec("peft") is None:
             yield Verdict("unknown", "peft is not installed")
         if fit.contents.format != "peft":
             yield Verdict(False, f"peft reads its own format alone, not {fit.contents.format}'s")
+        if fit.plain:
+            yield Verdict(True, "every tensor has its place")
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
@@ -501,12 +506,6 @@ def engine_name(name: str) -> str:
 
 
 # What check_adapter's settings leave out: keys that say nothing about the adapter, and values that mean "off".
-_NOT_SHOWN = (
-    "auto_mapping", "base_model_name_or_path", "inference_mode", "megatron_core", "peft_version", "qalora_group_size",
-    "revision",
-)  # fmt: skip
-_OFF: tuple[object, ...] = (None, False, {}, [], 0.0)
-_OFF_BY_KEY: dict[str, tuple[object, ...]] = {"bias": (None, "none"), "init_lora_weights": (None, True)}
 
 
 @dataclass(frozen=True)
@@ -551,8 +550,8 @@ class AdapterCheck:
 def check_adapter(source: str | Path, base: str | None = None) -> AdapterCheck:
     """Return what an adapter's files are, what they would touch in a base, and which programs read them as meant.
 
-    Of the base only headers are read: the model has no weights. peft and peftlab are asked by loading the adapter into
-    it, the engines by rules that were derived from a named version of their source.
+    Of the base only headers are read: the model has no weights. peft (but for a plain LoRA) and peftlab are asked by
+    loading the adapter into it, the engines by rules that were derived from a named version of their source.
 
     Args:
         source: an adapter directory of peft's, peftlab's or AdapterHub's, a run directory, or loralib's file.
@@ -578,7 +577,7 @@ def check_adapter(source: str | Path, base: str | None = None) -> AdapterCheck:
         adapter=str(source),
         base=reference,
         format=contents.format,
-        settings=_settings(contents),
+        settings=contents.settings,
         architecture=fit.architecture,
         matched=fit.matched,
         unmatched=sorted(fit.unmatched),
@@ -586,15 +585,6 @@ def check_adapter(source: str | Path, base: str | None = None) -> AdapterCheck:
         notes=notes,
         consumers=consumers,
     )
-
-
-def _settings(contents: AdapterContents) -> dict[str, object]:
-    """Return what the configuration contains, without what is off or of no use here."""
-    if contents.format == "loralib":
-        return {"r": contents.pairs[0].a[0]} if contents.pairs and contents.pairs[0].a else {}
-    raw = contents.raw.get("method") if contents.format == "peftlab" else contents.raw.get("config", contents.raw)
-    items = raw.items() if isinstance(raw, Mapping) else ()
-    return {key: value for key, value in items if key not in _NOT_SHOWN and value not in _OFF_BY_KEY.get(key, _OFF)}
 
 
 Factors = dict[str, tuple[Tensor, Tensor]]

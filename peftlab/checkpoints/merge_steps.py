@@ -18,7 +18,7 @@ from peftlab.methods.base import Adapted, Folding, recast
 from peftlab.models.load import converted
 
 ROUNDING_LIMIT = 0.1  # share of ΔW that rounding may lose before the report warns
-_BLOCK = 1 << 20  # elements compared at a time
+_BLOCK = 1 << 17  # elements compared at a time: with what is computed of them they stay in a core's cache
 
 
 @dataclass(frozen=True)

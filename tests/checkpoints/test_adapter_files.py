@@ -18,7 +18,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3MoeConfig, 
 from typer.testing import CliRunner
 
 import peftlab
-from peftlab.checkpoints.engines import ENGINES
+from peftlab.checkpoints.adapter_contents import fit_to_base, read_contents
+from peftlab.checkpoints.engines import ENGINES, Peft
 from peftlab.cli.app import app
 from peftlab.errors import PeftlabError
 from tests.checkpoints.models import adapt, build, save_base
@@ -124,6 +125,21 @@ def test_the_rules_of_the_engines(tmp_path: Path, bases: dict[str, str], case: s
     assert found.consumers["peft"].loads is True and found.consumers["peftlab"].loads is True
     refusals = [found.consumers[name].reason for name in ENGINES if found.consumers[name].loads is False]
     assert not refusals or word in refusals[0]
+
+
+@pytest.mark.parametrize("case", READERS)
+def test_peft_loads_all_that_is_judged_a_plain_lora(tmp_path: Path, bases: dict[str, str], case: str) -> None:
+    place = by_peft("llama", tmp_path / "a", **READERS[case][0])
+    fit = fit_to_base(read_contents(place), bases["llama"])
+    assert fit.plain == (case in ("rslora", "rank above 16", "rank below 8", "key alone"))
+    if fit.plain:
+        assert Peft()._load(fit, str(place)) == ([], [])
+    config = place / "adapter_config.json"
+    for changed in ({"r": 7}, {"target_modules": ["q_proj"]}, {"lora_bias": True}, {"task_type": "SEQ_CLS"}):
+        values = json.loads(config.read_text())
+        config.write_text(json.dumps(values | changed))
+        assert not fit_to_base(read_contents(place), bases["llama"]).plain
+        config.write_text(json.dumps(values))
 
 
 @pytest.mark.parametrize(

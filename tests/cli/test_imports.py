@@ -98,6 +98,7 @@ COUNTS = {
     "report run -o report.html": ("matplotlib numpy", 670),
     "inspect base": ("torch numpy", 250),
     "inspect encoder": ("torch numpy", 250),
+    "adapter check adapter": ("torch numpy", 200),
     "merge adapter -o merged": ("torch numpy", 250),
     "merge adapter -o merged.gguf": ("torch numpy", 250),
     "unmerge merged -o again": ("torch numpy", 210),
@@ -107,7 +108,7 @@ COUNTS = {
 # Verbs that load models, or ask transformers what a class is made of: most of what they import is transformers' choice.
 WITH_TRANSFORMERS = {
     "run", "resume", "eval", "predict", "generate", "draft plan", "draft bench", "draft update", "draft export",
-    "adapter check", "adapter convert", "adapter extract",
+    "adapter convert", "adapter extract",
 }  # fmt: skip
 
 
