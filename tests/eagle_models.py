@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -53,6 +53,13 @@ def trained_eagle(target: Any, steps: int = 50) -> EagleStep:
 def trained_block(target: Any, steps: int = 120) -> BlockStep:
     """Return a DFlash network that has learned from a little of the target's own text."""
     return BlockStep(_trained(target, dflash, BlockLoss(Objective("kl"), 8, 0.8), steps), pack=False)
+
+
+@lru_cache(maxsize=2)
+def trained_spark(target: Any, steps: int = 50) -> BlockStep:
+    """Return a DSpark network that has learned from a little of the target's own text."""
+    make = partial(dflash, block_size=5, from_anchor=True, markov_rank=8, markov_head="rnn", confidence=True)
+    return BlockStep(_trained(target, make, BlockLoss(Objective("kl"), 8, 0.8), steps), pack=False)
 
 
 def _trained(target: Any, make: Any, loss: Any, steps: int) -> Any:

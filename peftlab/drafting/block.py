@@ -720,7 +720,7 @@ class DflashKind(StateKind[DflashDraft]):
         config = self.config
         sizes = asdict(shape_for(target.config, None if config.features is None else tuple(config.features)))
         sizes |= {"window": config.window, "layers": config.layers, "block_size": config.block_size, "head_norms": True}
-        if (markov := config.markov_head) is not None:
+        if (markov := config.markov) is not None:
             sizes |= {"from_anchor": True, "markov_rank": markov.rank, "markov_head": markov.head}
             sizes |= {"confidence": config.confidence}
         network = DFlash(BlockShape(**sizes), input_embedding(target), head_weight(target))
@@ -735,7 +735,7 @@ class DflashKind(StateKind[DflashDraft]):
         shape, config = network.shape, self.config
         stored = {"features": list(shape.features), "layers": shape.layers, "block_size": shape.block_size}
         stored |= {"window": shape.window, "mask_token": shape.mask_token, "confidence": shape.confidence}
-        if config.markov_head not in (None, Markov(rank=max(1, shape.markov_rank), head=shape.markov_head)):
+        if config.markov not in (None, Markov(rank=max(1, shape.markov_rank), head=shape.markov_head)):
             kind = f"rank {shape.markov_rank}, {shape.markov_head}" if shape.markov_rank else "none"
             raise PeftlabError(f"draft.markov: {config.from_} was trained with {kind}; leave it out")
         for key, value in stored.items():

@@ -183,6 +183,11 @@ def read_block_shape(directory: Path) -> tuple[BlockShape, int]:
         )
     if flags["sample_from_anchor"] and not spark:
         raise PeftlabError(f"{file}: sample_from_anchor is true, which a dflash draft is not trained with")
+    if rank and head == "rnn" and not flags["sample_from_anchor"]:
+        raise PeftlabError(
+            f"{file}: sample_from_anchor is false: the memory of an rnn Markov head begins at the anchor's row, which "
+            "then drafts nothing; this is read with sample_from_anchor true alone"
+        )
     ids = config.get("aux_hidden_state_layer_ids")
     found = [each for each in ids if type(each) is int and each >= 0] if isinstance(ids, list) else []
     if not isinstance(ids, list) or not found or len(found) < len(ids) or found != sorted(set(found)):

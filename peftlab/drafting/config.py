@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from peftlab.decoding.table import TIMES, NamedRule, Window
 from peftlab.decoding.theory import FEATURE_TREE, REDUCED, DraftCost, TargetWeights
@@ -609,7 +609,8 @@ class GatedLoraDraft(DraftConfig):
 
 def _check_rising(layers: list[int]) -> list[int]:
     if min(layers) < 0 or layers != sorted(set(layers)):
-        raise ValueError("must be layer numbers from 0, rising")
+        near = sorted({layer for layer in layers if layer >= 0}) or [0]
+        raise ValueError(f"must be layer numbers from 0, rising, such as {near}")
     return layers
 
 
@@ -777,6 +778,20 @@ class Markov(Section):
     )
 
 
+def _rank_alone(value: object) -> object:
+    """Return the keys of a Markov head of which the rank alone is given."""
+    if type(value) is int and value >= 1:
+        return {"rank": value}
+    if isinstance(value, dict | Markov):
+        return value
+    raise ValueError("must be a rank from 1, such as 64, or {rank: 64, head: vanilla|gated|rnn}")
+
+
+MarkovOrRank = Annotated[
+    Markov, BeforeValidator(_rank_alone, json_schema_input_type=Annotated[int, Field(ge=1)] | Markov)
+]
+
+
 class DflashDraft(StateConfig):
     """A few layers that draft a block of tokens in one pass, over keys and values of the target's states (DFlash).
 
@@ -826,7 +841,7 @@ class DflashDraft(StateConfig):
         description="D-PACE (arXiv 2605.18810) with this alpha, in place of decay: a token weighs what the expected "
         "accepted length owes to it, by the draft's own probabilities; the paper has 0.5.",
     )
-    markov: Annotated[int, Field(ge=1)] | Markov | None = Field(
+    markov: MarkovOrRank | None = Field(
         default=None,
         description="DSpark: a bias on each token's logits by the token drafted before it, of this rank, or {rank: r, "
         "head: vanilla|gated|rnn}; null: the tokens of a block do not see each other.",
@@ -846,11 +861,6 @@ class DflashDraft(StateConfig):
     def estimates_acceptance(self) -> bool:
         """Whether the draft has a head for policy head."""
         return self.confidence
-
-    @property
-    def markov_head(self) -> Markov | None:
-        """The Markov head; None: there is none."""
-        return Markov(rank=self.markov) if isinstance(self.markov, int) else self.markov
 
     def problems(self, recipe: RecipeKeys) -> Iterator[tuple[str, str]]:
         yield from super().problems(recipe)

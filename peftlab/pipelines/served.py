@@ -572,8 +572,10 @@ def _wait_until_healthy(url: str, process: subprocess.Popen[bytes], log: Path) -
     while time.monotonic() < end:
         if process.poll() is not None:
             lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-            told = [line for line in lines if "Error" in line] or lines
-            raise PeftlabError(f"engine: the server ended with status {process.returncode}: {' '.join(told[-1:])}")
+            # What an error of several lines says is in those after its name.
+            last = max((i for i, line in enumerate(lines) if "Error" in line), default=len(lines) - 1)
+            told = " ".join(lines[last : last + 2])
+            raise PeftlabError(f"engine: the server ended with status {process.returncode}: {told}")
         with suppress(httpx2.HTTPError):
             if httpx2.get(f"{url}/health", timeout=5).is_success:
                 return

@@ -22,7 +22,7 @@ from peftlab.decoding.state_drafters import BlockDrafter, FeatureDrafter, HeadsD
 from peftlab.drafting.state_network import default_features
 from peftlab.drafting.target import truncate
 from peftlab.errors import PeftlabError
-from tests.eagle_models import trained_block, trained_eagle
+from tests.eagle_models import trained_block, trained_eagle, trained_spark
 
 SAMPLES = 1000
 SHARED = Goodput(MeasuredStepTimes({1: [1.0] * 5}, {1: 0.3}), 4)
@@ -111,6 +111,9 @@ DRAFTERS = {
     "recycling": (warmed, Fixed),
     "eagle": (lambda m: FeatureDrafter(trained_eagle(m)), Fixed),
     "block": (lambda m: BlockDrafter(trained_block(m)), Fixed),
+    "spark": (lambda m: BlockDrafter(trained_spark(m)), Fixed),
+    "spark tree": (lambda m: BlockDrafter(trained_spark(m), width=3), Fixed),
+    "suffix+spark": (lambda m: fused(BlockDrafter(trained_spark(m))), Fixed),
     "suffix+block": (lambda m: fused(BlockDrafter(trained_block(m))), partial(Confidence, threshold=0.2)),
     "eagle confidence": (lambda m: FeatureDrafter(trained_eagle(m)), partial(Confidence, threshold=0.3)),
 }
@@ -142,6 +145,15 @@ def test_follows_the_target(stories_model, target, prompt, law, name):
         statistics = acceptance_statistics(outputs)
         assert statistics.accepted > 50 and statistics.acceptance < 1
     assert p_value(law, outputs) > 1e-3
+
+
+def test_drafts_that_a_confidence_head_ends_follow_the_target(stories_model, target, prompt, law):
+    """It estimates a token from those before it and from the token itself, which is verified or drawn anew."""
+    step, ending = trained_spark(stories_model), StoppingCriteria(3)
+    policy = partial(AcceptanceHead, 4, head=step.acceptance, h=0.75)
+    outputs = decode(target, [prompt] * SAMPLES, ending, BlockDrafter(step), policy=policy, sampling=SAMPLING)
+    assert len({of.drafted for output in outputs for of in output.steps}) > 2, "it ends no draft"
+    assert acceptance_statistics(outputs).accepted > 50 and p_value(law, outputs) > 1e-3
 
 
 TREES = {"rsd_c": rsd_c, "rsd_s": rsd_s, "specinfer": specinfer}

@@ -248,6 +248,9 @@ def test_keys_that_a_dspark_lacks(draft: Any, stories: Path) -> None:
     assert (found.from_anchor, found.confidence, found.confidence_sees_token) == (True, False, False)
     change(place, architectures=["DSparkDraftModel"])
     assert read_block_shape(place)[0] == found
+    change(place, sample_from_anchor=False, markov_head_type="rnn")  # speculators' memory begins at the anchor's row
+    with pytest.raises(PeftlabError, match="sample_from_anchor is false: the memory of an rnn Markov head begins"):
+        read_block_shape(place)
     change(place, markov_head_type="linear")
     with pytest.raises(PeftlabError, match="markov_head_type 'linear' one of vanilla, gated and rnn"):
         read_block_shape(place)

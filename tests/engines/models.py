@@ -57,6 +57,7 @@ DRAFTS = {
     "eagle3 of few tokens": ("{kind: eagle3, steps: 2, vocabulary: 256}", "null"),
     "dflash": ("{kind: dflash, block_size: 4}", "null"),
     "dflash of few tokens, in a window": ("{kind: dflash, block_size: 4, vocabulary: 256, window: 16}", "null"),
+    "dspark": ("{kind: dflash, block_size: 3, markov: 16, confidence: true}", "null"),
     "model": ("{kind: model, truncate: {layers: [0, 5]}}", "{name: full}"),
     "pard": ("{kind: pard}", "{name: full}"),
     "early_exit": ("{kind: early_exit, exits: [4]}", "{name: full}"),

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from peftlab.errors import PeftlabError
 from tests.command_line import invoke
 from tests.engines.conftest import PYTHON
 from tests.engines.models import DRAFTS
@@ -16,7 +17,7 @@ from tests.engines.models import DRAFTS
 pytestmark = pytest.mark.engines
 
 
-UNREAD = {"vllm": ("early_exit",), "llama.cpp": ("early_exit", "pard")}
+UNREAD = {"vllm": ("early_exit", "dspark"), "llama.cpp": ("early_exit", "pard")}
 
 
 @pytest.mark.parametrize(
@@ -47,6 +48,21 @@ def test_a_draft(
     assert low <= there["accepted_share"] <= high
     share = f"{there['accepted_share']:.2f} of the drafted tokens accepted, {low:.2f} to {high:.2f} in peftlab"
     record_property("shows", [engine, f"draft: {kind}", f"{share}; the outputs are peftlab's"])
+
+
+@pytest.mark.shows(
+    "vllm", "draft: dspark", "refused on a CPU: its Model Runner V2 alone serves DSpark, and needs Triton"
+)
+def test_vllm_has_no_dspark_on_a_cpu(
+    target: Path, texts: Path, draft: Any, tmp_path: Path, vllm: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file is accepted; the runner that a CPU has is not for it, and what vLLM says is said."""
+    monkeypatch.setenv("PEFTLAB_ENGINES", str(PYTHON))
+    out = tmp_path / "bench.json"
+    place = ["--target", target, "--draft", draft("dspark"), "--engine", "vllm", "--json", out]
+    with pytest.raises(PeftlabError, match="Model Runner V1 does not support: dspark speculative decoding"):
+        invoke("draft", "bench", *place, "--prompts", texts / "held_out.txt", "--gamma", 3, "--max-new-tokens", 4)
+    assert not out.exists()
 
 
 @pytest.mark.parametrize("kind", ["model", "eagle3"])

@@ -18,7 +18,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from peftlab.drafting.block import DFlash, read_dflash, write_dflash
+from peftlab.drafting.block import DFlash, confidence_inputs, predicted_places, read_dflash, write_dflash
 from peftlab.drafting.block_files import BlockShape
 from peftlab.drafting.eagle import Eagle3, read_eagle, write_eagle
 from peftlab.drafting.export import export_draft
@@ -39,15 +39,28 @@ WRITTEN: dict[str, dict[str, Any]] = {
     "eagle3 of few tokens": {"draft_vocab_size": 100},
     "eagle3 with a layer of a Qwen3": {"draft_arch": "qwen3"},
 }
+SPARK: dict[str, Any] = {"from_anchor": True, "markov_rank": 8, "confidence": True}
 BLOCKS: dict[str, dict[str, Any]] = {
     "dflash": {},
     "dflash of few tokens": {},
     "dflash with a window": {"window": 2048},  # longer than the text: speculators counts another row of a window
+    "dspark, vanilla Markov head": SPARK,
+    "dspark, gated Markov head": SPARK | {"markov_head": "gated"},
+    "dspark, rnn Markov head": SPARK | {"markov_head": "rnn"},
+    "dspark of few tokens": SPARK | {"markov_head": "gated"},
+    "dspark whose confidence head reads no token": SPARK | {"confidence_sees_token": False},
+    "dspark that does not draft from its anchor": SPARK | {"from_anchor": False},
 }
 BLOCKS_WRITTEN: dict[str, dict[str, Any]] = {
     "dflash by its defaults": {},
     "dflash with full attention": {"full_attention_indices": [0, 1]},
     "dflash of few tokens": {"draft_vocab_size": 100},
+    "dspark by its defaults": {"speculator_type": "dspark"},
+    "dspark with a gated Markov head": {"speculator_type": "dspark", "markov_rank": 8, "markov_head_type": "gated"},
+    "dspark with an rnn Markov head": {"speculator_type": "dspark", "markov_rank": 8, "markov_head_type": "rnn"},
+    "dspark of few tokens": {"speculator_type": "dspark", "draft_vocab_size": 100},
+    "dspark without a confidence head": {"speculator_type": "dspark", "enable_confidence_head": False},
+    "dspark that does not draft from its anchor": {"speculator_type": "dspark", "sample_from_anchor": False},
 }
 
 
@@ -198,16 +211,23 @@ def test_its_stitched_target_is_ours(
 
 @torch.no_grad()
 def block_logits(directory: Path, model: Any, inputs: dict[str, Tensor]) -> Tensor:
-    """Return the logits of the tokens that blocks draft, [anchors, P, V_d]."""
+    """Return the logits of the tokens that blocks draft, and of a confidence head, [anchors, P, V_d or V_d + 1]."""
     network = read_dflash(directory, input_embedding(model), head_weight(model))
-    batch = (inputs[name][None] for name in ("features", "ids", "anchors"))
-    return network.logits(network.drafts(*batch)[0])
+    features, ids, anchors = (inputs[name][None] for name in ("features", "ids", "anchors"))
+    places, _ = predicted_places(anchors, torch.ones_like(ids, dtype=torch.bool), network.shape.length)
+    before = ids[0, places]
+    scored = network.scored(network.drafts(features, ids, anchors), before)
+    logits = (scored @ network.score_weight.T)[0]
+    if not network.shape.confidence:
+        return logits
+    odds = network.confidence_head(confidence_inputs(network, scored.flatten(0, 2), before.flatten()))
+    return torch.cat((logits, odds.view(*logits.shape[:2], 1)), -1)
 
 
 def assert_blocks_close(ours: Tensor, theirs: Tensor) -> None:
-    """Assert that logits of drafted tokens are equal; the row of an anchor drafts none."""
-    assert ours.std() > 0.1
-    torch.testing.assert_close(ours, theirs[:, 1:], atol=1e-5, rtol=1e-5)
+    """Assert that logits are equal; the row of an anchor that drafts nothing is left out."""
+    assert ours.std() > 0.1 and theirs.shape[1] - ours.shape[1] in (0, 1)
+    torch.testing.assert_close(ours, theirs[:, -ours.shape[1] :], atol=1e-5, rtol=1e-5)
 
 
 @pytest.fixture(scope="module")
@@ -224,9 +244,11 @@ def exported_blocks(
         head = head_weight(model) if tokens is None else head_weight(model)[tokens]
         network = DFlash(BlockShape(**shape | {"mask_token": 2} | sizes), input_embedding(model), head, tokens)
         with torch.no_grad():
-            for parameter in network.parameters():
+            for key, parameter in network.named_parameters():
                 if parameter.dim() == 1:
                     parameter.uniform_(0.5, 1.5)
+                elif key.startswith("markov_head."):
+                    parameter.normal_(0, 0.5)
         (root / name).mkdir()
         write_dflash(network, root / name, target=str(target), architecture="LlamaForCausalLM")
         export_draft(root / name, root / "exported" / name, "speculators", str(target))
