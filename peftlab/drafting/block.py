@@ -663,12 +663,7 @@ def read_dflash(directory: str | Path, embedding: Tensor, head: Tensor | None = 
         copy = tensors.pop(name, None)
         if copy is not None and theirs is not None and not torch.equal(theirs.to(copy.dtype), copy.to(theirs.device)):
             raise PeftlabError(f"{directory}: {name} is not the target's; a block draft reads the target's")
-    tokens = drafted_tokens(tensors, drafted, shape.vocab_size, directory)
-    with torch.device("meta"):
-        blank = DFlash(shape, torch.empty(0), torch.empty(drafted, shape.hidden_size)).state_dict()
-    if tokens is None:
-        del blank[_HEAD]
-    check_shapes(blank, tensors, directory)
+    tokens = _check_tensors(tensors, shape, drafted, directory)
     rows = tensors[_HEAD] if tokens is not None else head
     if rows is None:
         raise PeftlabError(f"{directory}: drafts all tokens, by the LM head of its target, which is not given")
@@ -677,6 +672,24 @@ def read_dflash(directory: str | Path, embedding: Tensor, head: Tensor | None = 
     network.lm_head.weight = nn.Parameter(rows, requires_grad=False)
     network.ranks = read_ranks(directory / IDENTITY_FILE)
     return network.eval()
+
+
+def _check_tensors(tensors: dict[str, Tensor], shape: BlockShape, drafted: int, directory: Path) -> Tensor | None:
+    """Return which tokens a stored network drafts, None for all; their maps are removed from its tensors.
+
+    Args:
+        tensors: of the file, but for what is the target's. shape, drafted: what its configuration says.
+
+    Raises:
+        PeftlabError: a tensor is missing, unknown or of another shape than the configuration says.
+    """
+    tokens = drafted_tokens(tensors, drafted, shape.vocab_size, directory)
+    with torch.device("meta"):
+        blank = DFlash(shape, torch.empty(0), torch.empty(drafted, shape.hidden_size)).state_dict()
+    if tokens is None:
+        del blank[_HEAD]
+    check_shapes(blank, tensors, directory)
+    return tokens
 
 
 def textless_tokens(tokenizer: PreTrainedTokenizerBase, size: int) -> list[int]:
@@ -803,4 +816,9 @@ class DflashKind(StateKind[DflashDraft]):
         if consumer not in CONSUMERS:
             known = ", ".join(CONSUMERS)
             raise PeftlabError(f"--for {consumer}: {place} is a dflash draft, which is written for {known}")
+        shape, drafted = read_block_shape(Path(place))
+        tensors = read_block_tensors(Path(place))
+        shared = {"embed_tokens.weight"} | ({_HEAD} if drafted == shape.vocab_size else set())
+        own = {name: tensor for name, tensor in tensors.items() if name not in shared}
+        _check_tensors(own, shape, drafted, Path(place))
         return BlockExport(Path(place), consumer)

@@ -50,9 +50,12 @@ _KEYS = {
     "target_modules: all-linear}' objective.name=lk",
     "eagle1": "'draft={kind: eagle3, features: [30], steps: 1, regression: 10}'",
     "eagle3": "'draft={kind: eagle3, steps: 3, store_gb: 1}'",
+    "eagle31": "'draft={kind: eagle3, steps: 3, store_gb: 1, norm_before_fc: true, norm_before_residual: true, "
+    "norm_output: true}'",
 }
 DRAFTS = {name: f"run draft/quickstart train.epochs=3 {keys}" for name, keys in _KEYS.items()}
 DRAFTS["dflash"] = "run draft/quickstart"  # the recipe as it is
+DRAFTS["dspark"] = "run draft/quickstart 'draft={kind: dflash, markov: 64, confidence: true}'"
 """Name -> the command that trains it; ``output_dir`` is added."""
 
 SYSTEMS = (
@@ -88,6 +91,10 @@ SYSTEMS = (
     System("EAGLE-3, chain (2503.01840)", "draft bench --draft {eagle3} --gamma 2", "drafting/test_eagle3.py::test_a_step_of_training_is_a_drafted_token"),
     System("EAGLE-3, tree of EAGLE-2 (2406.16858)", "draft bench --draft {eagle3} --width 4 --gamma 8", "decoding/test_feature_trees.py::test_the_most_probable_nodes_are_drafted"),
     System("DFlash: a block in one pass (2602.06036)", "draft bench --draft {dflash} --gamma 4", "drafting/test_block.py::test_a_drafted_block_is_one_of_training"),
+    System("DSpark: a block with a Markov head (2607.05147)", "draft bench --draft {dspark} --gamma 4", "drafting/test_block.py::test_a_token_drafted_after_another_is_one_of_training"),
+    System("DSpark, ended by its confidence head", "draft bench --draft {dspark} --gamma 8 --policy head:0.7", "drafting/test_kinds_end_to_end.py::test_a_confidence_head_ends_drafts"),
+    System("EAGLE-3.1, chain (2605.09992)", "draft bench --draft {eagle31} --gamma 2", "drafting/test_eagle31.py::test_a_file_is_decoded_and_trained_as_the_formulas_say"),
+    System("A target's own MTP layer, tuned", "draft bench --target TARGET --prompts FILE.jsonl --draft DRAFT", "drafting/test_own_mtp.py::test_a_step_of_training_is_a_drafted_token"),
     System("EAGLE-3 and copies in one tree", "draft bench --draft {eagle3} --gamma 4", "decoding/test_suffix.py::test_a_fused_tree_follows_the_target_exactly", "suffix+draft"),
     System("PEARL: draft and target at once (2408.11850)", "draft bench --draft {model} --drafter pearl --gamma 2", "decoding/test_model_drafters.py::test_greedy_output_is_the_plain_one", "pearl"),
     System("A draft that sees 4 first and 64 last tokens (LongSpec, 2502.17421)", "draft bench --draft {model} --gamma 2 --draft-window 4:64", "decoding/test_model_drafters.py::test_the_output_is_the_targets_own"),

@@ -281,6 +281,27 @@ def test_dspark_for_engines(draft: Any, stories: Path, tmp_path: Path, sizes: di
             assert named in done.command
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "named"),
+    [
+        ("markov_rank", 4, "markov_head.markov_w1.weight"),
+        ("markov_head_type", "rnn", "markov_head.joint_proj.bias"),
+        ("enable_confidence_head", False, "confidence_head.proj.bias"),
+        ("aux_hidden_state_layer_ids", [1, 3], "fc.weight"),
+        ("draft_vocab_size", 100, "d2t"),
+    ],
+)
+def test_flags_that_contradict_tensors_are_not_exported(
+    draft: Any, stories: Path, tmp_path: Path, key: str, value: object, named: str
+) -> None:
+    place, _ = spark(draft, stories, markov_rank=8, confidence=True)
+    change(place, **{key: value})
+    for consumer in ("vllm", "sglang", "llama.cpp", "speculators"):
+        with pytest.raises(PeftlabError, match=named):
+            export_draft(place, tmp_path / "out", consumer, str(stories))
+        assert not (tmp_path / "out").exists()
+
+
 @torch.no_grad()
 def test_transformers_computes_the_same_logits(
     draft: Any, stories: Path, target: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -17,6 +17,7 @@ from peftlab.checkpoints.merge import merge_checkpoint
 from peftlab.decoding.decode import Fixed, StoppingCriteria, decode
 from peftlab.decoding.table import policy
 from peftlab.drafting.base import load_pair, make_drafter
+from peftlab.drafting.config import DflashDraft, Markov
 from peftlab.drafting.export import export_draft
 from peftlab.drafting.table import find_draft
 from peftlab.errors import PeftlabError
@@ -307,3 +308,13 @@ def test_mistakes_in_a_recipe(stories: Path, tmp_path: Path, kind: str, override
     with pytest.raises(PeftlabError) as caught:
         run_recipe(recipe(stories, tmp_path / "out", kind, *overrides))
     assert message in str(caught.value) and not (tmp_path / "out").exists()
+
+
+def test_a_rank_alone_is_a_vanilla_markov_head() -> None:
+    drafts = [
+        load_recipe("draft/quickstart", [f"draft={{kind: dflash, markov: {markov}, confidence: true}}"]).draft
+        for markov in ("64", "{rank: 64}", "{rank: 64, head: vanilla}")
+    ]
+    assert drafts[0] == drafts[1] == drafts[2]
+    assert isinstance(drafts[0], DflashDraft) and drafts[0].drafted == drafts[0].block_size == 8
+    assert drafts[0].markov == Markov(rank=64, head="vanilla")
