@@ -118,9 +118,9 @@ def exported(
                     parameter.uniform_(0.5, 1.5)
         (root / name).mkdir()
         write_eagle(network, root / name, target=str(target), architecture="LlamaForCausalLM", tokens=3)
-        export_draft(root / name, root / "vllm" / name, "vllm", str(target))
+        export_draft(root / name, root / "speculators" / name, "speculators", str(target))
         ours[name] = eagle3_logits(root / name, model, inputs)
-        jobs.append({"directory": str(root / "vllm" / name)})
+        jobs.append({"directory": str(root / "speculators" / name)})
     return {name: (there, ours[name]) for name, there in zip(EXPORTED, speculators(jobs, inputs), strict=True)}
 
 
