@@ -51,5 +51,8 @@ KnownModel: TypeAlias = Any
 Operator: TypeAlias = Any
 """One of torch's operators as a dispatch mode receives it: called with any arguments, and named by an attribute."""
 
+Compiled: TypeAlias = Any
+"""A decorator of numba's that makes a function of the compiler one of compiled code, which takes other arguments."""
+
 Processor: TypeAlias = Any
 """A tokenizer, an image processor, or a processor of texts and images: transformers' classes of them share no base."""

@@ -100,17 +100,34 @@ class KVCache:
         Returns:
             Keys and values [b, H_kv, block.end, D] of the block's rows.
         """
-        stored = self.states[layer]
-        if stored is None:
-            stored = new.new_zeros(self.batch, new.shape[1], self.slots, new.shape[3])
-            self.states[layer] = stored
-        if block.rows is None and block.even:  # one slice of all rows: no scatter, and no copy of what is read
+        stored = self.allocated(layer, new.shape[1], new.shape[3], new)
+        if block.rows is None and block.even:  # one slice of all rows: no scatter
             stored[:, :, block.starts[0] : block.end] = new
-            seen = stored[:, :, : block.end]
         else:
             rows = torch.tensor(block.rows or range(len(block.starts)), device=new.device)
             stored[rows[:, None], :, block.slots(new.device)] = new.transpose(1, 2)
-            seen = stored[:, :, : block.end] if block.rows is None else stored[rows, :, : block.end]
+        return self.seen(layer, block)
+
+    def allocated(self, layer: int, heads: int, dim: int, like: Tensor) -> Tensor:
+        """Return the keys and values of a layer, [B, 2 H_kv, slots, D], allocated where there are none.
+
+        Args:
+            layer: index. heads: of keys and values together. dim: D. like: for dtype and device.
+        """
+        stored = self.states[layer]
+        if stored is None:
+            stored = self.states[layer] = like.new_zeros(self.batch, heads, self.slots, dim)
+        return stored
+
+    def seen(self, layer: int, block: Block) -> tuple[Tensor, Tensor]:
+        """Return keys and values that a block's tokens may attend to, [b, H_kv, block.end, D] of its rows.
+
+        Args:
+            layer: index. block: of tokens that are stored.
+        """
+        stored = self.states[layer]
+        assert stored is not None
+        seen = stored[:, :, : block.end] if block.rows is None else stored[list(block.rows), :, : block.end]
         keys, values = seen.chunk(2, 1)
         return keys, values
 

@@ -22,6 +22,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import torch
@@ -44,7 +45,7 @@ from peftlab.decoding.cache import (
     right_padded,
     shape_of,
 )
-from peftlab.decoding.flat import FlatEngine, structure_of
+from peftlab.decoding.flat import FlatEngine, Structure, structure_of
 from peftlab.decoding.recurrent import HYBRIDS, MIXERS, HybridEngine, RecurrentEngine
 from peftlab.errors import PeftlabError
 from peftlab.models.quantised import int8_maps, unquantised_inputs
@@ -85,9 +86,10 @@ def build_engine(
     trial: Trial | None = None
     if flat and (structure := structure_of(model)) is not None:
         trial = _make_trial(Trial, model, name)
-        engine = _exact_engine(FlatEngine(model, structure, vocabulary, pack=pack, features=features), trial, [])
-        if engine is not None:
-            return engine
+        compiled = compiled_engine(model, structure) if pack else None
+        for make in (compiled, partial(FlatEngine, pack=pack)):
+            if make and (engine := _exact_engine(make(model, structure, vocabulary, features=features), trial, [])):
+                return engine
     if name in MIXERS:
         engines: list[Engine] = [RecurrentEngine(model, MIXERS[name], vocabulary, features=features)]
         trial = _make_trial(StateTrial, model, name)
@@ -107,6 +109,22 @@ def build_engine(
         f"{name} cannot be decoded losslessly here ({failures[-1]}): "
         "decode it with transformers' generate, or take another target"
     )
+
+
+def compiled_engine(model: PreTrainedModel, structure: Structure) -> type[FlatEngine] | None:
+    """Return the class of the compiled step; None without numba, without torch's OpenMP, or for another architecture.
+
+    Args:
+        model: to decode. structure: its own.
+    """
+    if model.device.type != "cpu" or model.dtype != torch.float32:
+        return None
+    try:
+        from peftlab.decoding.compiled import CompiledEngine, can_compile
+    except (ImportError, AttributeError, OSError, RuntimeError):
+        # No numba; a torch without GNU's functions of OpenMP; no directory where numba may keep what it compiles.
+        return None
+    return CompiledEngine if can_compile(structure) else None
 
 
 def _make_trial(make: type[Trial], model: PreTrainedModel | Decoder, name: str) -> Trial:

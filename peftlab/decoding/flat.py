@@ -397,13 +397,17 @@ class FlatEngine:
         self._positions, self._parallel, self._cap = structure.positions, structure.parallel, structure.cap
         self._norm = _norm_function(structure.norm)
         self._tables = {name: _RotaryTable(angles) for name, angles in structure.angles.items()}
-        self._layers = [_layer_functions(layer, structure, products) for layer in structure.layers]
-        logits, shrink = products.product([structure.head], self.vocab_size)
-        self._head: Product = lambda h: logits(h * shrink)
-        self.packed = tuple(products.stored)
+        self.packed = self._store_weights(structure, products)
         self.kind = ", ".join(["flat", *self.packed])
 
     positioned = True
+
+    def _store_weights(self, structure: Structure, products: Products) -> tuple[str, ...]:
+        """Make the products of all layers and of the LM head; return the forms in which they store the weights."""
+        self._layers = [_layer_functions(layer, structure, products) for layer in structure.layers]
+        logits, shrink = products.product([structure.head], self.vocab_size)
+        self._head: Product = lambda h: logits(h * shrink)
+        return tuple(products.stored)
 
     def new_cache(self, batch: int, capacity: int, context: Context | None = None) -> KVCache:
         """Return an empty cache; see ``Engine.new_cache``."""
@@ -488,7 +492,7 @@ class FlatEngine:
             h = h[:, keep]
         h = self._norm(h)
         logits = self._head(h)
-        return Output(logits if self._cap is None else _softcap(logits, self._cap), h)
+        return Output(logits if self._cap is None else softcap(logits, self._cap), h)
 
     def embed(self, tokens: Tensor, block: Block) -> Tensor:
         """Return the states that enter the first layer, [b, n, H].
@@ -510,7 +514,7 @@ class FlatEngine:
         if layer.cap is None:
             seen = F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=layer.scale)
         else:
-            products = _softcap(folded @ keys.mT * layer.scale, layer.cap)
+            products = softcap(folded @ keys.mT * layer.scale, layer.cap)
             products = products if mask is None else products + mask
             seen = products.softmax(-1, dtype=torch.float32).to(values.dtype) @ values
         return unfold_heads(seen, queries.shape[1])
@@ -550,16 +554,25 @@ class _RotaryTable:
         Args:
             block: of tokens. capacity: positions that the table must have. device: of the table.
         """
+        cos, sin = self.parts(capacity, device)
+        if block.even and block.tree is None:
+            span = slice(block.starts[0], block.end)
+            return cos[None, span, None], sin[None, span, None]
+        positions = block.positions(device)
+        return cos[positions][:, :, None], sin[positions][:, :, None]
+
+    def parts(self, capacity: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return cosines and sines of at least ``capacity`` positions, [capacity, R], as ``rotate`` takes them.
+
+        Args:
+            capacity: positions. device: of the tables.
+        """
         if len(self._cos_sin[0]) < capacity:
             cos, sin = self._angles(torch.arange(capacity, device=device)[None])
             # (x1, x2) becomes (x1 cos - x2 sin, x2 cos + x1 sin): the halves are swapped, and the sign is in the sine.
             first, second = sin[0].chunk(2, -1)
-            self._cos_sin = cos[0], torch.cat((-first, second), -1)
-        if block.even and block.tree is None:
-            span = slice(block.starts[0], block.end)
-            return self._cos_sin[0][None, span, None], self._cos_sin[1][None, span, None]
-        positions = block.positions(device)
-        return self._cos_sin[0][positions][:, :, None], self._cos_sin[1][positions][:, :, None]
+            self._cos_sin = cos[0].contiguous(), torch.cat((-first, second), -1)
+        return self._cos_sin
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> None:
@@ -683,5 +696,6 @@ def _norm_function(norm: Norm, factor: float = 1.0) -> Function:
     return scaled
 
 
-def _softcap(x: Tensor, cap: float) -> Tensor:
+def softcap(x: Tensor, cap: float) -> Tensor:
+    """Return c tanh(x / c)."""
     return torch.tanh(x / cap) * cap

@@ -10,7 +10,18 @@ import pytest
 import torch
 from torch import Tensor
 
+from peftlab.decoding import engines
 from peftlab.decoding.sampling import RandomSource
+
+
+@pytest.fixture(params=["flat, compiled", "flat"])
+def step(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The beginning of an engine's kind, with the extra ``fast`` and without it."""
+    if request.param == "flat":
+        monkeypatch.setattr(engines, "compiled_engine", lambda *_: None)
+    else:
+        pytest.importorskip("numba")
+    return request.param
 
 
 class Script(RandomSource):

@@ -142,7 +142,7 @@ def test_the_blocks_of_a_gguf_file_are_those_it_stores(smollm2: str) -> None:
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_a_model_of_blocks_decodes_as_transformers_does(bits: int) -> None:
+def test_a_model_of_blocks_decodes_as_transformers_does(bits: int, step: str) -> None:
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=80, num_key_value_heads=2, eos_token_id=None, **sizes)).eval()
@@ -150,7 +150,7 @@ def test_a_model_of_blocks_decodes_as_transformers_does(bits: int) -> None:
         outputs, inputs = module.weight.shape
         module.weight.data = weight_of(bits, outputs, inputs // 32, seed)
     engine = build_engine(model)
-    assert engine.kind == f"flat, {bits}-bit blocks of 32"
+    assert engine.kind == f"{step}, {bits}-bit blocks of 32"
 
     ids = torch.randint(80, (1, 9))
     cache = KVCache(engine.layers, 1, 9)
@@ -171,7 +171,7 @@ def test_a_model_of_blocks_decodes_as_transformers_does(bits: int) -> None:
 
 
 @pytest.mark.parametrize("kind", HALVES)
-def test_a_model_in_any_type_of_gguf_decodes_from_its_codes(kind: str) -> None:
+def test_a_model_in_any_type_of_gguf_decodes_from_its_codes(kind: str, step: str) -> None:
     torch.manual_seed(0)
     sizes = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1, "num_attention_heads": 4}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=60, num_key_value_heads=2, eos_token_id=None, **sizes)).eval()
@@ -181,7 +181,7 @@ def test_a_model_in_any_type_of_gguf_decodes_from_its_codes(kind: str) -> None:
         assert blocks is not None and torch.equal(restored(blocks), module.weight.data)
     engine = build_engine(model)
     bits = {"IQ4_NL": 8, "IQ4_XS": 8, "Q3_K": 4, "Q6_K": 7}.get(kind) or int(kind[1])  # as whole numbers
-    assert engine.kind == f"flat, {bits}-bit blocks of {16 if kind in ('Q3_K', 'Q6_K') else 32}"
+    assert engine.kind == f"{step}, {bits}-bit blocks of {16 if kind in ('Q3_K', 'Q6_K') else 32}"
     ids = torch.randint(60, (1, 5))
     plain = decode(engine, ids.tolist(), StoppingCriteria(20))[0].tokens
     told = {"max_new_tokens": 20, "min_new_tokens": 20, "do_sample": False, "pad_token_id": 0}
@@ -199,10 +199,11 @@ def test_maps_of_one_product_may_have_blocks_of_several_sizes() -> None:
     assert coded_weight([*weights, torch.randn(40, 256)]) is None
 
 
-def test_only_some_weights_of_blocks_are_said_to_be() -> None:
+def test_only_some_weights_of_blocks_are_said_to_be(step: str) -> None:
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=80, **sizes)).eval()
     model.model.layers[0].mlp.down_proj.weight.data = weight_of(4, 64, 3, seed=0)
-    assert build_engine(model).kind == "flat, packed by oneDNN, 4-bit blocks of 32"
+    others = "packed by oneDNN" if step == "flat" else "weights in 32 bits"
+    assert build_engine(model).kind == f"{step}, {others}, 4-bit blocks of 32"
     assert build_engine(model, pack=False).kind == "flat"

@@ -1,0 +1,277 @@
+"""The compiled step: a decoder built as Llama is, run as one program of ``kernels.py`` instead of operations of torch.
+
+A layer is eight instructions over the same few buffers. They read every stored weight once for up to four rows, and the
+threads meet between two of them without returning to Python. So a step over one token takes as long as reading the
+weights from memory.
+
+A token's numbers are the same bits whether it is read alone, after drafted tokens or as a node of a tree, up to
+``MOST_TOKENS`` of a sequence at a time: every sum runs over its inputs, or over the tokens that it sees, in one order.
+Longer blocks, which are prompts, have torch's attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from peftlab.decoding import kernels
+from peftlab.decoding.cache import Block, KVCache, Output
+from peftlab.decoding.flat import FlatEngine, LayerStructure, Norm, Structure, fold_heads, softcap, unfold_heads
+from peftlab.decoding.kernels import ADD, ATTEND, GATED, LANES, NORM, PRODUCT, ROTATE, STORE
+from peftlab.decoding.packed import Products
+from peftlab.decoding.tiled import TiledWeight, tile_linears
+
+MOST_TOKENS = 32
+"""New tokens of a sequence at most whose attention is an instruction."""
+_STATES, _NORMED, _HEADS, _ATTENDED, _RAISED, _LOGITS, _SUMS = range(kernels.BUFFERS)
+_LAYER = 8  # instructions of a layer, of which the first five are its attention
+_ATTENTION = 5
+Numbers = NDArray[np.int64] | NDArray[np.float32]
+
+
+def can_compile(structure: Structure) -> bool:
+    """Return whether a decoder in float32 is built as Llama is, with sizes that vectors divide."""
+    gated = structure.gated and structure.activation is F.silu and not structure.parallel
+    whole = structure.dim % LANES == 0 and _is_plain(structure.norm) and structure.head.addition is None
+    return gated and whole and all(_can_compile_layer(layer, structure.dim) for layer in structure.layers)
+
+
+def _can_compile_layer(layer: LayerStructure, dim: int) -> bool:
+    linears = [*layer.qkv, layer.out, *layer.up, layer.down]
+    heads = [norm for norm in (layer.queries, layer.keys) if norm is not None]
+    return (
+        all(linear.addition is None and linear.weight.shape[1] % LANES == 0 for linear in linears)
+        and layer.before_attention is not None
+        and layer.before_mlp is not None
+        and layer.after_attention is layer.after_mlp is layer.cap is None
+        and all(map(_is_plain, [layer.before_attention, layer.before_mlp, *heads]))
+        and all(norm.weight.numel() == dim for norm in heads)
+    )
+
+
+def _is_plain(norm: Norm) -> bool:
+    return not norm.centred and norm.bias is None and norm.weight.numel() % LANES == 0
+
+
+class CompiledEngine(FlatEngine):
+    """See ``cache.Engine``; a flattened step of which all but the embedding is compiled."""
+
+    def _store_weights(self, structure: Structure, products: Products) -> tuple[str, ...]:
+        """Write the program; return the forms in which it stores the weights."""
+        heads, kv, dim = structure.heads, structure.kv_heads, structure.dim
+        width, raised = structure.embedding.shape[1], max(layer.down.weight.shape[1] for layer in structure.layers)
+        head = tile_linears([structure.head], outputs=self.vocab_size)
+        self._widths = [width, width, (heads + 2 * kv) * dim, heads * dim, raised, head.tiles * LANES]  # of buffers
+        self._weights: list[TiledWeight] = []
+        self._norms: list[Tensor] = []
+        self._windows = list(dict.fromkeys(layer.window for layer in structure.layers))
+        self._settings = [(layer.scale, self._windows.index(layer.window)) for layer in structure.layers]
+        rotated = {name: angles(torch.zeros(1, 1).long())[0].shape[-1] for name, angles in structure.angles.items()}
+        parts = [self._layer(i, layer, rotated) for i, layer in enumerate(structure.layers)]
+        self._program = np.concatenate(parts)
+        self._last = np.stack((self._norm_of(structure.norm), self._product(head, _NORMED, _LOGITS, STORE)))
+        self._sums = max((w.inputs // w.size for w in self._weights if w.sums_needed), default=0)
+        return ("compiled", *dict.fromkeys(weight.stored for weight in self._weights))
+
+    def _layer(self, i: int, layer: LayerStructure, rotated: dict[str, int]) -> NDArray[np.void]:
+        """Return the instructions of a layer, ``_LAYER``."""
+        assert layer.before_attention is not None and layer.before_mlp is not None
+        shape = {"heads": self._heads, "kv": self._kv_heads, "dim": self._dim, "layer": i}
+        rotate = self._instruction(ROTATE, _HEADS, _HEADS, **shape)
+        if layer.angles is not None:
+            rotate["table"], rotate["rotated"] = [*rotated].index(layer.angles), rotated[layer.angles]
+        if layer.queries is not None:
+            rotate["weight"], rotate["eps"] = self._weight_of(layer.queries), layer.queries.eps
+        if layer.keys is not None:
+            rotate["key_weight"], rotate["key_eps"] = self._weight_of(layer.keys), layer.keys.eps
+        attend = self._instruction(ATTEND, _HEADS, _ATTENDED, **shape)
+        attend["scale"], attend["sight"] = self._settings[i]
+        return np.stack(
+            (
+                self._norm_of(layer.before_attention),
+                self._product(tile_linears(layer.qkv), _NORMED, _HEADS, STORE),
+                rotate,
+                attend,
+                self._product(tile_linears([layer.out]), _ATTENDED, _STATES, ADD),
+                self._norm_of(layer.before_mlp),
+                self._product(tile_linears(layer.up, interleaved=True), _NORMED, _RAISED, GATED),
+                self._product(tile_linears([layer.down]), _RAISED, _STATES, ADD),
+            )
+        )
+
+    def _norm_of(self, norm: Norm) -> NDArray[np.void]:
+        fields = {"width": norm.weight.numel(), "weight": self._weight_of(norm), "eps": norm.eps}
+        return self._instruction(NORM, _STATES, _NORMED, **fields)
+
+    def _product(self, weight: TiledWeight, x: int, out: int, mode: int) -> NDArray[np.void]:
+        self._weights.append(weight)
+        sums = _SUMS if weight.sums_needed else -1
+        return self._instruction(PRODUCT, x, out, mode=mode, sums=sums, **weight.fields())
+
+    def _instruction(self, kind: int, x: int, out: int, **fields: float) -> NDArray[np.void]:
+        instruction = np.zeros((), kernels.INSTRUCTION)
+        strides = {"x_stride": 4 * self._widths[x], "out_stride": 4 * self._widths[out]}
+        for name, value in {"kind": kind, "x": x, "out": out, **strides, **fields}.items():
+            instruction[name] = value
+        return instruction
+
+    def _weight_of(self, norm: Norm) -> int:
+        """Return the address of a norm's weight in float32, which is kept as long as the engine."""
+        self._norms.append(norm.weight.float().contiguous())
+        return self._norms[-1].data_ptr()
+
+    def run_layers(
+        self,
+        cache: KVCache,
+        h: Tensor,
+        block: Block,
+        layers: range,
+        skipped: Collection[int] = (),
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Run some layers on the states [b, n, H] that enter them; see ``FlatEngine.run_layers``."""
+        h = h.clone(memory_format=torch.contiguous_format)
+        whole = block.n <= MOST_TOKENS
+        masks = {} if whole else {window: self._mask(block, window) for window in self._windows}
+        step = self._step(cache, block, h, whole)
+        reported: list[Tensor] = []
+        pending: list[int] = []  # instructions
+
+        def finish() -> None:
+            if pending:
+                step.run(self._program[pending])
+                pending.clear()
+
+        for i in layers:
+            first, mlp, end = _LAYER * i, _LAYER * i + _ATTENTION, _LAYER * (i + 1)
+            if i in self._features:
+                finish()
+                reported.append(h.clone())
+            if 2 * i not in skipped:
+                if whole:
+                    pending.extend(range(first, mlp))
+                else:
+                    pending.extend(range(first, first + 3))
+                    finish()
+                    queries = step.buffers[_HEADS].view(*h.shape[:2], -1, self._dim)[:, :, : self._heads]
+                    keys, values = cache.seen(i, block)
+                    scale, window = self._settings[i][0], self._windows[self._settings[i][1]]
+                    folded, mask = fold_heads(queries, self._kv_heads), masks[window]
+                    seen = F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=scale)
+                    step.buffers[_ATTENDED].copy_(unfold_heads(seen, block.n).flatten(0, 1))
+                    pending.append(mlp - 1)
+            if 2 * i + 1 not in skipped:
+                pending.extend(range(mlp, end))
+        finish()
+        return h, reported
+
+    def output(self, h: Tensor, keep: list[int] | None = None) -> Output:
+        """Return logits and normed states for the output of the last layer; see ``FlatEngine.output``."""
+        if keep is not None:
+            h = h[:, keep]
+        h = h.contiguous()
+        step = self._buffers(h.flatten(0, -2), (_NORMED, _LOGITS, _SUMS))
+        step.run(self._last)
+        logits = step.buffers[_LOGITS].view(*h.shape[:-1], -1)[..., : self.vocab_size]
+        hidden = step.buffers[_NORMED].view(h.shape)
+        return Output(logits if self._cap is None else softcap(logits, self._cap), hidden)
+
+    def _buffers(self, h: Tensor, others: Collection[int]) -> _Step:
+        """Return a step with the buffer of states h [R, H], and others."""
+        rows = len(h)
+        sums = torch.get_num_threads() * self._sums
+        buffers = {i: torch.empty(rows, sums if i == _SUMS else self._widths[i]) for i in others}
+        return _Step({_STATES: h, **buffers}, rows=rows)
+
+    def _step(self, cache: KVCache, block: Block, h: Tensor, whole: bool) -> _Step:
+        """Return a step over states [b, n, H].
+
+        Args:
+            cache: of the tokens. block: their places. h: their states. whole: whether it has attention.
+        """
+        step = self._buffers(h.flatten(0, 1), (_NORMED, _HEADS, _ATTENDED, _RAISED, _SUMS))
+        places = _places(block)
+        states = [cache.allocated(i, 2 * self._kv_heads, self._dim, h) for i in range(self.layers)]
+        tables = [part for table in self._tables.values() for part in table.parts(cache.capacity, self.device)]
+        if places[:, 1].max() >= cache.slots or (tables and places[:, 2].max() >= len(tables[0])):
+            raise IndexError(f"a block that ends at {block.end} in a cache of {cache.capacity} tokens")
+        step.keep("places", places)
+        step.keep("states", np.array([state.data_ptr() for state in states]))
+        step.keep("tables", np.array([table.data_ptr() for table in tables] or [0, 0]))
+        step.given["slots"] = cache.slots
+        if whole:
+            views = _views(block, places, self._windows)
+            most = max(int((view[:, 1] + view[:, 2]).max()) for view in views)
+            most = -(-most // LANES) * LANES
+            step.keep("scores", np.empty((torch.get_num_threads(), most), np.float32))
+            step.keep("views", np.array([step.kept(view) for view in views]))
+            step.given["most_scores"], step.given["view_width"] = most, views[0].shape[1]
+        return step
+
+
+class _Step:
+    """What a program is given, as ``kernels.BLOCK`` names it, and the memory that it reads and writes.
+
+    Attributes:
+        given: [1] of ``kernels.BLOCK``. buffers: [rows, width] each.
+    """
+
+    def __init__(self, buffers: dict[int, Tensor], rows: int):
+        self.given, self.buffers = np.zeros(1, kernels.BLOCK), buffers
+        self._kept: list[Numbers] = []
+        self.given["rows"] = rows
+        for i, buffer in buffers.items():
+            self.given["buffers"][0, i] = buffer.data_ptr()
+
+    def kept(self, array: Numbers) -> int:
+        """Return the address of an array, which is kept as long as this step."""
+        self._kept.append(array)
+        return array.ctypes.data
+
+    def keep(self, name: str, array: Numbers) -> None:
+        """Give the program an array by a name of ``kernels.BLOCK``."""
+        self.given[name] = self.kept(array)
+
+    def run(self, program: NDArray[np.void]) -> None:
+        """Run instructions."""
+        self.given["program"], self.given["length"] = program.ctypes.data, len(program)
+        kernels.run(self.given)
+
+
+def _places(block: Block) -> NDArray[np.int64]:
+    """Return row in the cache, slot and position of each token of a block, [b n, 3]."""
+    b, n, cpu = len(block.starts), block.n, torch.device("cpu")
+    rows = np.repeat(np.array(block.rows or range(b)), n)
+    if _is_chain(block):
+        slots = positions = (np.array(block.starts)[:, None] + np.arange(n)).ravel()
+    else:
+        slots, positions = (x.expand(b, n).reshape(-1).numpy() for x in (block.slots(cpu), block.positions(cpu)))
+    return np.stack((rows, slots, positions), 1)
+
+
+def _views(block: Block, places: NDArray[np.int64], windows: Sequence[int | None]) -> list[NDArray[np.int64]]:
+    """Return for each window what each token sees, as ``kernels.BLOCK`` has it, in order of slots; [b n, width]."""
+    if _is_chain(block):
+        ends = places[:, 2] + 1
+        firsts = [np.zeros_like(ends) if window is None else np.maximum(ends - window, 0) for window in windows]
+        return [np.stack((first, ends - first, np.zeros_like(ends)), 1) for first in firsts]
+    everything = torch.ones(1, 1, 1, block.end, dtype=torch.bool)
+    views = []
+    for window in windows:
+        visible = block.visible(window, torch.device("cpu"))
+        mask = (everything if visible is None else visible).expand(len(block.starts), 1, block.n, -1).flatten(0, 2)
+        view = np.zeros((len(mask), 3 + block.end), np.int64)
+        for row, seen in zip(view, mask.numpy(), strict=True):
+            (slots,) = seen.nonzero()
+            row[2], row[3 : 3 + len(slots)] = len(slots), slots
+        views.append(view)
+    return views
+
+
+def _is_chain(block: Block) -> bool:
+    """Return whether each token of a block is stored at its position and sees all before it."""
+    return type(block) is Block and block.tree is None

@@ -1,0 +1,631 @@
+"""The instructions of a compiled step, in vectors of sixteen float32 numbers; needs numba and torch's OpenMP threads.
+
+A program is a table of instructions, one a row: products with tiled weights, norms, rotation, attention. ``run``
+executes one on torch's threads, all of them waiting for one another after each instruction. The functions here read and
+write memory by address: whoever makes a program (``compiled.py``) answers for the sizes.
+
+A vector operation is written out as LLVM's own, so the compiler reorders no sum. In a product the sixteen lanes are
+sixteen outputs, the inputs are added in one order, and several rows differ from one in nothing but how often a decoded
+weight is used. So a row's numbers are the same bits whatever rows it is computed with, on any number of threads.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import inspect
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import llvmlite.binding
+import numpy as np
+import torch
+from llvmlite import ir
+from numba import carray, cfunc, extending, from_dtype, njit, types
+from numba.core import cgutils
+from numba.extending import models, register_model
+from numpy.typing import NDArray
+
+from peftlab.untyped import Compiled
+
+LANES = 16
+PRODUCT, NORM, ROTATE, ATTEND = range(4)
+"""Kinds of instructions."""
+STORE, ADD, GATED = range(3)
+"""What a product does with its sums: keep them, add them to what is there, or silu(gate) * factor of pairs of tiles."""
+F32, BF16, F16, INT8, UINT4 = range(5)
+"""Forms of tiled weights."""
+BUFFERS = 7
+"""How many tables of rows a block has."""
+
+INSTRUCTION = np.dtype(
+    [
+        ("kind", "i8"),
+        # Rows are read from buffer x and written to buffer out, ``stride`` bytes each.
+        *[(name, "i8") for name in ("x", "x_stride", "out", "out_stride")],
+        # PRODUCT: see ``tiled.py``. ``sums`` is the buffer of sums of a block's inputs, -1 where none are needed.
+        *[(name, "i8") for name in ("mode", "form", "inputs", "tiles", "codes", "bias")],
+        *[(name, "i8") for name in ("scales", "minima", "halves", "size", "sums")],
+        *[("factor", "f4"), ("least", "f4")],
+        # NORM: of ``width`` numbers. ROTATE norms heads, where ``weight`` (queries) and ``key_weight`` are not 0.
+        *[("width", "i8"), ("weight", "i8"), ("key_weight", "i8"), ("eps", "f4"), ("key_eps", "f4")],
+        # ROTATE the first ``rotated`` numbers of a head by table ``table``; ATTEND to what view ``sight`` shows.
+        *[(name, "i8") for name in ("heads", "kv", "dim", "layer", "table", "rotated", "sight")],
+        ("scale", "f8"),
+    ]
+)
+"""One instruction; addresses and whole numbers, unless it says otherwise."""
+
+BLOCK = np.dtype(
+    [
+        # The program, and how many rows it reads.
+        *[(name, "i8") for name in ("program", "length", "rows")],
+        # Of each row: its row in the cache, its slot and its position. Of each layer: keys and values, which have so
+        # many slots. Of each table: cosines and sines. Of each view: for each row, ``view_width`` numbers: the first
+        # slot that it sees, how many from there on, how many others, and these.
+        *[(name, "i8") for name in ("places", "states", "slots", "tables", "views", "view_width")],
+        # Room for each thread's scores, so many; and the buffers.
+        *[(name, "i8") for name in ("scores", "most_scores")],
+        ("buffers", "i8", (BUFFERS,)),
+    ]
+)
+"""What ``run`` takes: a program and the block of tokens that it reads."""
+
+_CHUNK = 32  # inputs whose products are added before their sum joins the others: less rounding, and shorter waits
+
+
+# ---- Vectors ----------------------------------------------------------------------------------------------------
+
+
+class _Lanes(types.Type):
+    """Numba's type of sixteen float32 numbers, which LLVM keeps in one, two or four registers."""
+
+    def __init__(self) -> None:
+        super().__init__(name="Lanes")
+
+
+_FLOATS = ir.VectorType(ir.FloatType(), LANES)
+_WORDS = ir.VectorType(ir.IntType(32), LANES)
+_lanes = _Lanes()
+_intrinsic: Compiled = extending.intrinsic
+_address = types.int64
+_instruction, _block = from_dtype(INSTRUCTION), from_dtype(BLOCK)
+
+
+@register_model(_Lanes)
+class _LanesModel(models.PrimitiveModel):
+    def __init__(self, manager: object, numba_type: object):
+        super().__init__(manager, numba_type, _FLOATS)
+
+
+def _emits(result: types.Type, *arguments: types.Type) -> Callable:
+    """Return a decorator that makes a function of LLVM's builder and values callable from compiled code."""
+
+    def decorate(build: Callable) -> Callable:
+        def typer(context: object, *_: object) -> object:
+            return result(*arguments), lambda _context, builder, _signature, values: build(builder, *values)
+
+        names = inspect.signature(build).parameters.values()
+        typer.__signature__ = inspect.Signature([p.replace(annotation=p.empty) for p in names])  # type: ignore[attr-defined]
+        typer.__name__ = build.__name__
+        return _intrinsic(typer)
+
+    return decorate
+
+
+def _read(builder: ir.IRBuilder, address: ir.Value, kind: ir.Type, align: int) -> ir.Value:
+    value = builder.load(builder.inttoptr(address, kind.as_pointer()))
+    value.align = align
+    return value
+
+
+def _write(builder: ir.IRBuilder, address: ir.Value, value: ir.Value) -> ir.Value:
+    builder.store(value, builder.inttoptr(address, value.type.as_pointer())).align = 4
+    return ir.Constant(ir.IntType(8).as_pointer(), None)
+
+
+def _call(builder: ir.IRBuilder, name: str, *values: ir.Value) -> ir.Value:
+    kind = ir.FunctionType(values[0].type, [value.type for value in values])
+    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), values)
+
+
+def _repeat(builder: ir.IRBuilder, number: ir.Value) -> ir.Value:
+    first = builder.insert_element(ir.Constant(_FLOATS, ir.Undefined), number, ir.IntType(32)(0))
+    return builder.shuffle_vector(first, first, ir.Constant(_WORDS, [0] * LANES))
+
+
+def _all(value: int) -> ir.Constant:
+    return ir.Constant(_WORDS, [value] * LANES)
+
+
+def _of(kind: ir.Type) -> ir.VectorType:
+    return ir.VectorType(kind, LANES)
+
+
+@_emits(types.int64, _address, types.int64)
+def word(builder, table, i):
+    """The i-th whole number of a table."""
+    address = builder.add(table, builder.mul(i, ir.IntType(64)(8)))
+    return _read(builder, address, ir.IntType(64), 8)
+
+
+@_emits(types.float32, _address)
+def number(builder, address):
+    return _read(builder, address, ir.FloatType(), 4)
+
+
+@_emits(types.none, _address, types.float32)
+def put(builder, address, value):
+    return _write(builder, address, value)
+
+
+@_emits(_lanes, _address)
+def load(builder, address):
+    return _read(builder, address, _FLOATS, 4)
+
+
+@_emits(types.none, _address, _lanes)
+def store(builder, address, value):
+    return _write(builder, address, value)
+
+
+@_emits(_lanes, _address)
+def spread(builder, address):
+    """The number at an address in all lanes."""
+    return _repeat(builder, _read(builder, address, ir.FloatType(), 4))
+
+
+@_emits(_lanes, types.float32)
+def splat(builder, value):
+    return _repeat(builder, value)
+
+
+@_emits(_lanes, _lanes, _lanes)
+def plus(builder, a, b):
+    return builder.fadd(a, b)
+
+
+@_emits(_lanes, _lanes, _lanes)
+def times(builder, a, b):
+    return builder.fmul(a, b)
+
+
+@_emits(_lanes, _lanes, _lanes)
+def over(builder, a, b):
+    return builder.fdiv(a, b)
+
+
+@_emits(_lanes, _lanes, _lanes, _lanes)
+def fma(builder, a, b, c):
+    """a b + c, rounded once."""
+    return _call(builder, "llvm.fma.v16f32", a, b, c)
+
+
+@_emits(types.float32, _lanes)
+def total(builder, a):
+    """The sum of the lanes: halves are added until one number is left."""
+    width = LANES // 2
+    while width:
+        places = ir.Constant(_WORDS, [i + width if i < width else i for i in range(LANES)])
+        a = builder.fadd(a, builder.shuffle_vector(a, a, places))
+        width //= 2
+    return builder.extract_element(a, ir.IntType(32)(0))
+
+
+@_emits(_lanes, _lanes)
+def exp(builder, x):
+    """e^x, within two units in the last place from -87 to 88, and constant beyond."""
+
+    def f(value: float) -> ir.Constant:
+        return ir.Constant(_FLOATS, [value] * LANES)
+
+    x = _call(builder, "llvm.minnum.v16f32", _call(builder, "llvm.maxnum.v16f32", x, f(-87.0)), f(88.0))
+    n = _call(builder, "llvm.rint.v16f32", builder.fmul(x, f(math.log2(math.e))))
+    rest = _call(builder, "llvm.fma.v16f32", n, f(-0.693359375), x)  # ln 2 in two parts, the first exact in a product
+    rest = _call(builder, "llvm.fma.v16f32", n, f(2.12194440e-4), rest)
+    series = f(1.9875691500e-4)
+    for factor in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1, 1.0, 1.0):
+        series = _call(builder, "llvm.fma.v16f32", series, rest, f(factor))
+    exponent = builder.shl(builder.add(builder.fptosi(n, _WORDS), _all(127)), _all(23))
+    return builder.fmul(series, builder.bitcast(exponent, _FLOATS))
+
+
+@_emits(_lanes, _address)
+def load_f16(builder, address):
+    return builder.fpext(_read(builder, address, _of(ir.HalfType()), 2), _FLOATS)
+
+
+@_emits(_lanes, _address)
+def load_bf16(builder, address):
+    bits = builder.zext(_read(builder, address, _of(ir.IntType(16)), 2), _WORDS)
+    return builder.bitcast(builder.shl(bits, _all(16)), _FLOATS)
+
+
+@_emits(_lanes, _address)
+def load_int8(builder, address):
+    return builder.sitofp(builder.sext(_read(builder, address, _of(ir.IntType(8)), 1), _WORDS), _FLOATS)
+
+
+@_emits(types.UniTuple(_lanes, 2), _address)
+def load_uint4(builder, address):
+    """The low and the high halves of sixteen bytes."""
+    both = builder.zext(_read(builder, address, _of(ir.IntType(8)), 1), _WORDS)
+    pair = ir.Constant(ir.ArrayType(_FLOATS, 2), ir.Undefined)
+    for i, half in enumerate((builder.and_(both, _all(15)), builder.lshr(both, _all(4)))):
+        pair = builder.insert_value(pair, builder.sitofp(half, _FLOATS), i)
+    return pair
+
+
+# ---- Products ---------------------------------------------------------------------------------------------------
+# A tile is sixteen outputs; for each pair of inputs it has the first one's sixteen weights, then the second one's.
+
+
+@njit
+def pair_f32(at):
+    return load(at), load(at + 64)
+
+
+@njit
+def pair_bf16(at):
+    return load_bf16(at), load_bf16(at + 32)
+
+
+@njit
+def pair_f16(at):
+    return load_f16(at), load_f16(at + 32)
+
+
+@njit
+def pair_int8(at):
+    return load_int8(at), load_int8(at + 16)
+
+
+@njit
+def pair_uint4(at):
+    return load_uint4(at)
+
+
+@njit
+def load_scale(at, group, halves):
+    return load_f16(at + 32 * group) if halves else load(at + 64 * group)
+
+
+@_intrinsic
+def add_products(context, weight, x, stride, sums):
+    """Return for each row r: sums[r] + weight times the number at x + r stride, rounded once."""
+
+    def generate(_context, builder, _signature, values):
+        weight, x, stride, result = values
+        for r in range(sums.count):
+            factor = _repeat(builder, _read(builder, x, ir.FloatType(), 4))
+            summed = _call(builder, "llvm.fma.v16f32", weight, factor, builder.extract_value(result, r))
+            result, x = builder.insert_value(result, summed, r), builder.add(x, stride)
+        return result
+
+    return sums(weight, x, stride, sums), generate
+
+
+@_intrinsic
+def add_scaled(context, scale, sums, totals):
+    """Return for each row r: totals[r] + scale sums[r], rounded once."""
+
+    def generate(_context, builder, _signature, values):
+        scale, added, result = values
+        for r in range(sums.count):
+            parts = builder.extract_value(added, r), builder.extract_value(result, r)
+            result = builder.insert_value(result, _call(builder, "llvm.fma.v16f32", scale, *parts), r)
+        return result
+
+    return sums(scale, sums, totals), generate
+
+
+@_intrinsic
+def add_rows(context, a, b):
+    """Return for each row r: a[r] + b[r]."""
+
+    def generate(_context, builder, _signature, values):
+        result, other = values
+        for r in range(a.count):
+            summed = builder.fadd(builder.extract_value(result, r), builder.extract_value(other, r))
+            result = builder.insert_value(result, summed, r)
+        return result
+
+    return a(a, b), generate
+
+
+@njit
+def silu(x):
+    one = splat(np.float32(1))
+    return over(x, plus(one, exp(times(x, splat(np.float32(-1))))))
+
+
+@njit
+def finish_tile(totals, out, stride, tile, mode, bias, factor):
+    """Store a tile's sums, [rows, 16], where its outputs go."""
+    for r in range(len(totals)):
+        result = times(totals[r], factor)
+        if bias != 0:
+            result = plus(result, load(bias + 64 * tile))
+        at = out + r * stride + 64 * (tile // 2 if mode == GATED else tile)
+        if mode == ADD:
+            result = plus(load(at), result)
+        elif mode == GATED and tile % 2:  # the gate is there already
+            result = times(silu(load(at)), result)
+        store(at, result)
+
+
+def _product_with(pair: Callable, step: int) -> Callable:
+    """Return the product with weights that ``pair`` reads at an address, two inputs of a tile in ``step`` bytes."""
+
+    @njit
+    def sum_chunk(codes, n, x, stride, zeros):
+        """Return sums of n weights times inputs: those of even places, plus those of odd ones."""
+        even = odd = zeros
+        for k in range(0, n, 2):
+            first, second = pair(codes)
+            even = add_products(first, x + 4 * k, stride, even)
+            odd = add_products(second, x + 4 * k + 4, stride, odd)
+            codes += step
+        return add_rows(even, odd)
+
+    @njit
+    def sum_tile(codes, scales, minima, halves, least, inputs, size, x, stride, sums, sums_stride, zeros):
+        """Return the sums of one tile for as many rows as ``zeros`` has vectors.
+
+        Blocks of ``size`` inputs have a scale, and perhaps a minimum, by which the sum of their inputs is multiplied;
+        ``least`` is added to codes, in the same way.
+        """
+        totals = zeros
+        for group in range(inputs // size):
+            block = zeros
+            for first in range(group * size, (group + 1) * size, _CHUNK):
+                n = min(_CHUNK, (group + 1) * size - first)
+                block = add_rows(block, sum_chunk(codes, n, x + 4 * first, stride, zeros))
+                codes += step * (n // 2)
+            if least != 0:
+                block = add_products(splat(least), sums + 4 * group, sums_stride, block)
+            if scales == 0:
+                totals = add_rows(totals, block)
+            else:
+                totals = add_scaled(load_scale(scales, group, halves), block, totals)
+            if minima != 0:
+                totals = add_products(load_scale(minima, group, halves), sums + 4 * group, sums_stride, totals)
+        return totals
+
+    @njit
+    def multiply(op, block, thread, threads):
+        """Compute this thread's share of the tiles of a product, for all rows."""
+        rows, inputs, size, mode = block.rows, op.inputs, op.size, op.mode
+        x, stride, out, out_stride = block.buffers[op.x], op.x_stride, block.buffers[op.out], op.out_stride
+        codes, scales, minima, halves, bias = op.codes, op.scales, op.minima, op.halves, op.bias
+        factor, least, sums, groups = splat(op.factor), op.least, np.int64(0), inputs // size
+        scales_of_tile, sums_stride = (32 if halves else 64) * groups, 4 * groups
+        if op.sums >= 0:  # each thread adds the inputs for itself: waiting for one another would take longer
+            sums = block.buffers[op.sums] + thread * rows * sums_stride
+            for i in range(rows * groups):
+                at = x + i // groups * stride + 4 * size * (i % groups)
+                added = splat(np.float32(0))
+                for k in range(0, 4 * size, 64):
+                    added = plus(added, load(at + k))
+                put(sums + 4 * i, total(added))
+        together = 2 if mode == GATED else 1
+        share, zero = op.tiles // together, splat(np.float32(0))
+        for tile in range(together * (share * thread // threads), together * (share * (thread + 1) // threads)):
+            own = codes + tile * step * (inputs // 2)
+            own_scales = scales + tile * scales_of_tile if scales else scales
+            own_minima = minima + tile * scales_of_tile if minima else minima
+            r = 0
+            while r < rows:
+                given = own, own_scales, own_minima, halves, least, inputs, size
+                read = x + r * stride, stride, sums + r * sums_stride, sums_stride
+                to = out + r * out_stride, out_stride, tile, mode, bias, factor
+                if rows - r >= 4:
+                    finish_tile(sum_tile(*given, *read, (zero, zero, zero, zero)), *to)
+                    r += 4
+                elif rows - r >= 2:
+                    finish_tile(sum_tile(*given, *read, (zero, zero)), *to)
+                    r += 2
+                else:
+                    finish_tile(sum_tile(*given, *read, (zero,)), *to)
+                    r += 1
+
+    return multiply
+
+
+_multiply_f32 = _product_with(pair_f32, 128)
+_multiply_bf16 = _product_with(pair_bf16, 64)
+_multiply_f16 = _product_with(pair_f16, 64)
+_multiply_int8 = _product_with(pair_int8, 32)
+_multiply_uint4 = _product_with(pair_uint4, 16)
+
+
+@njit
+def product(op, block, thread, threads):
+    if op.form == F32:
+        _multiply_f32(op, block, thread, threads)
+    elif op.form == BF16:
+        _multiply_bf16(op, block, thread, threads)
+    elif op.form == F16:
+        _multiply_f16(op, block, thread, threads)
+    elif op.form == INT8:
+        _multiply_int8(op, block, thread, threads)
+    else:
+        _multiply_uint4(op, block, thread, threads)
+
+
+# ---- The rest of a layer ----------------------------------------------------------------------------------------
+
+
+@njit
+def norm_into(x, width, weight, eps, out):
+    """Write RMSNorm of ``width`` numbers: x / sqrt(mean x² + eps) times the weight."""
+    squares = splat(np.float32(0))
+    for k in range(0, 4 * width, 64):
+        a = load(x + k)
+        squares = fma(a, a, squares)
+    inverse = splat(np.float32(1) / np.sqrt(total(squares) / np.float32(width) + eps))
+    for k in range(0, 4 * width, 64):
+        store(out + k, times(times(load(x + k), inverse), load(weight + k)))
+
+
+@njit
+def norm(op, block, thread, threads):
+    x, out, rows = block.buffers[op.x], block.buffers[op.out], block.rows
+    for r in range(rows * thread // threads, rows * (thread + 1) // threads):
+        norm_into(x + r * op.x_stride, op.width, op.weight, op.eps, out + r * op.out_stride)
+
+
+@njit
+def rotate(op, block, thread, threads):
+    """Norm and rotate queries and keys in place, and store keys and values in the cache."""
+    x, stride, rows = block.buffers[op.x], op.x_stride, block.rows
+    heads, kv, dim, rotated = op.heads, op.kv, op.dim, op.rotated
+    stored, slots = word(block.states, op.layer), block.slots
+    cosines, sines = word(block.tables, 2 * op.table), word(block.tables, 2 * op.table + 1)
+    each, half = heads + 2 * kv, 2 * rotated  # bytes of half of what is rotated
+    for item in range(rows * each * thread // threads, rows * each * (thread + 1) // threads):
+        r, head = item // each, item % each
+        at, place = x + r * stride + 4 * dim * head, block.places + 24 * r
+        if head < heads and op.weight != 0:
+            norm_into(at, dim, op.weight, op.eps, at)
+        elif heads <= head < heads + kv and op.key_weight != 0:
+            norm_into(at, dim, op.key_weight, op.key_eps, at)
+        if head < heads + kv:
+            cos, sin = cosines + 4 * rotated * word(place, 2), sines + 4 * rotated * word(place, 2)
+            for k in range(0, half, 4):
+                first, second = number(at + k), number(at + half + k)
+                put(at + k, first * number(cos + k) + second * number(sin + k))
+                put(at + half + k, second * number(cos + half + k) + first * number(sin + half + k))
+        if head >= heads:
+            slot = stored + 4 * dim * ((word(place, 0) * 2 * kv + head - heads) * slots + word(place, 1))
+            for k in range(0, 4 * dim, 64):
+                store(slot + k, load(at + k))
+
+
+@njit
+def slot_of(view, i):
+    """Return the slot of the i-th token that a row sees: slots in a row, then those that are listed."""
+    return word(view, 0) + i if i < word(view, 1) else word(view, 3 + i - word(view, 1))
+
+
+@njit
+def attend(op, block, thread, threads):
+    """Write the attention of each query head."""
+    x, stride, out, out_stride = block.buffers[op.x], op.x_stride, block.buffers[op.out], op.out_stride
+    rows, heads, kv, dim, scale = block.rows, op.heads, op.kv, op.dim, np.float32(op.scale)
+    stored, slots = word(block.states, op.layer), block.slots
+    views, width = word(block.views, op.sight), block.view_width
+    scores = block.scores + 4 * block.most_scores * thread
+    none = splat(np.float32(0))
+    for item in range(rows * heads * thread // threads, rows * heads * (thread + 1) // threads):
+        r, head = item // heads, item % heads
+        query, view = x + r * stride + 4 * dim * head, views + 8 * width * r
+        keys = stored + 4 * dim * slots * (word(block.places + 24 * r, 0) * 2 * kv + head // (heads // kv))
+        values = keys + 4 * dim * slots * kv
+        seen = word(view, 1) + word(view, 2)
+        most = np.float32(-np.inf)
+        for i in range(seen):
+            key, dot = keys + 4 * dim * slot_of(view, i), none
+            for k in range(0, 4 * dim, 64):
+                dot = fma(load(query + k), load(key + k), dot)
+            score = total(dot) * scale
+            most = max(most, score)
+            put(scores + 4 * i, score)
+        for i in range(seen, -(-seen // LANES) * LANES):
+            put(scores + 4 * i, np.float32(-np.inf))
+        weights, shift = none, splat(-most)
+        for i in range(0, 4 * seen, 64):
+            weight = exp(plus(load(scores + i), shift))
+            weights = plus(weights, weight)
+            store(scores + i, weight)
+        inverse = splat(np.float32(1) / total(weights))
+        at, k = out + r * out_stride + 4 * dim * head, 0
+        while k + 256 <= 4 * dim:  # four vectors of values at a time: sums of several do not wait for one another
+            a = b = c = d = none
+            for i in range(seen):
+                weight, value = spread(scores + 4 * i), values + 4 * dim * slot_of(view, i) + k
+                a, b = fma(weight, load(value), a), fma(weight, load(value + 64), b)
+                c, d = fma(weight, load(value + 128), c), fma(weight, load(value + 192), d)
+            store(at + k, times(a, inverse))
+            store(at + k + 64, times(b, inverse))
+            store(at + k + 128, times(c, inverse))
+            store(at + k + 192, times(d, inverse))
+            k += 256
+        while k < 4 * dim:
+            a = none
+            for i in range(seen):
+                a = fma(spread(scores + 4 * i), load(values + 4 * dim * slot_of(view, i) + k), a)
+            store(at + k, times(a, inverse))
+            k += 64
+
+
+# ---- Programs ---------------------------------------------------------------------------------------------------
+
+_NAMES = ("GOMP_parallel", "GOMP_barrier", "omp_get_thread_num", "omp_get_num_threads")
+_torch = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+_functions = {name: getattr(_torch, name) for name in _NAMES}
+for _name, _function in _functions.items():
+    llvmlite.binding.add_symbol(_name, ctypes.cast(_function, ctypes.c_void_p).value)
+
+
+def _openmp(builder: ir.IRBuilder, name: str, result: ir.Type) -> ir.Value:
+    return builder.call(cgutils.get_or_insert_function(builder.module, ir.FunctionType(result, []), name), [])
+
+
+@_emits(types.int64)
+def this_thread(builder):
+    return builder.sext(_openmp(builder, "omp_get_thread_num", ir.IntType(32)), ir.IntType(64))
+
+
+@_emits(types.int64)
+def all_threads(builder):
+    return builder.sext(_openmp(builder, "omp_get_num_threads", ir.IntType(32)), ir.IntType(64))
+
+
+@_emits(types.none)
+def wait(builder):
+    """Wait until all threads are here."""
+    _openmp(builder, "GOMP_barrier", ir.VoidType())
+    return ir.Constant(ir.IntType(8).as_pointer(), None)
+
+
+@_intrinsic
+def instructions_at(context, address):
+    """The instructions at an address."""
+    pointer = types.CPointer(_instruction)
+
+    def generate(target, builder, _signature, values):
+        return builder.inttoptr(values[0], target.get_value_type(pointer))
+
+    return pointer(types.int64), generate
+
+
+@cfunc(types.void(types.CPointer(_block)), cache=True)
+def _execute(pointer):
+    """Execute a program in one of the threads."""
+    block, thread, threads = carray(pointer, 1)[0], this_thread(), all_threads()
+    program = carray(instructions_at(block.program), block.length)
+    for i in range(block.length):
+        op = program[i]
+        if op.kind == PRODUCT:
+            product(op, block, thread, threads)
+        elif op.kind == NORM:
+            norm(op, block, thread, threads)
+        elif op.kind == ROTATE:
+            rotate(op, block, thread, threads)
+        else:
+            attend(op, block, thread, threads)
+        wait()
+
+
+_parallel = _functions["GOMP_parallel"]
+_parallel.argtypes, _parallel.restype = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint], None
+
+
+def run(block: NDArray[np.void]) -> None:
+    """Execute a program on as many threads as torch has.
+
+    Args:
+        block: [1] of ``BLOCK``.
+    """
+    _parallel(_execute.address, block.ctypes.data, torch.get_num_threads(), 0)
