@@ -130,7 +130,7 @@ def theirs(
     mean = statistics.mean(task.train["length"])
     trainer = SFTTrainer(
         model=task.model,
-        processing_class=task.tokenizer,
+        processing_class=task.processor,
         train_dataset=Dataset.from_dict(columns),
         peft_config=peft.LoraConfig(task_type="CAUSAL_LM", r=16, lora_alpha=32, target_modules="all-linear"),
         args=SFTConfig(
