@@ -72,8 +72,8 @@ from peftlab.tasks.batches import seeded_subset
 from peftlab.tasks.problem import Scores, TrainingProblem
 from peftlab.tasks.prompts import Request, read_conversations, read_prompt_ids, read_requests
 from peftlab.training.distributed import check_trackers, make_accelerator
-from peftlab.training.recomputation import recompute_activations
 from peftlab.training.loop import train
+from peftlab.training.recomputation import recompute_activations
 from peftlab.training.state import Progress, SelectionResult
 from peftlab.untyped import Attributes
 

@@ -70,8 +70,8 @@ from peftlab.tasks.problem import ModelSource, RowSharing, Scores, TaskOptions, 
 from peftlab.tasks.table import GenerateConfig, find_task
 from peftlab.training.config import TrainConfig
 from peftlab.training.distributed import AsTrained, check_trackers, make_accelerator
-from peftlab.training.recomputation import recompute_activations
 from peftlab.training.loop import memory_advice, train, widen_to_fp32
+from peftlab.training.recomputation import recompute_activations
 from peftlab.training.state import SelectionResult
 from peftlab.untyped import Unwrapped
 

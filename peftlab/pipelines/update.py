@@ -64,8 +64,8 @@ from peftlab.registry import resolve
 from peftlab.reporting.drafts import stream_page, window_line
 from peftlab.tasks.prompts import Request, read_requests
 from peftlab.training.distributed import make_accelerator
-from peftlab.training.recomputation import recompute_activations
 from peftlab.training.loop import Interrupted, train
+from peftlab.training.recomputation import recompute_activations
 
 SETTINGS, STREAM = "settings.json", "stream.json"  # of an update that serves a stream: at its start and at its end
 

@@ -1,10 +1,10 @@
-"""Activations that backward computes again (``train.gradient_checkpointing``): all of a layer's, or those that cost little.
+"""Computes a layer's activations again in backward (``train.gradient_checkpointing``): all, or those that cost little.
 
 ``selective`` keeps the results of a layer's products with weights and of its attention. Norms, activations, casts and
 rotations are computed again from them: much of what a step keeps, and little of what it computes.
 
-torch's ``create_selective_checkpoint_contexts`` refuses to keep a result that changes in place, as that of ``LowRankLinear``
-does, or else checks none; here each change is either known or an error.
+torch's ``create_selective_checkpoint_contexts`` either refuses a kept result that changes in place, as that of
+``LowRankLinear`` does, or lets any change be repeated on it; here a change is a known one or an error.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ class _KeepResults(TorchDispatchMode):
             _add_storages(out, self._storages)
         elif func._schema.is_mutable and isinstance(args[0], Tensor) and _storage(args[0]) in self._storages:
             raise PeftlabError(
-                f"train.gradient_checkpointing: a layer changes the result of a product in place ({func}), which selective "
-                "cannot repeat; set it to true or false"
+                f"train.gradient_checkpointing: a layer changes the result of a product in place ({func}), "
+                "which selective cannot repeat; set it to true or false"
             )
         return out
 
@@ -95,11 +95,15 @@ class _TakeResults(TorchDispatchMode):
         kept, out = self._results.popleft()
         if kept is not func:
             raise PeftlabError(
-                f"train.gradient_checkpointing: a layer computes something else in backward ({func} for {kept}); set it to "
-                "true or false"
+                f"train.gradient_checkpointing: a layer computes something else in backward ({func} for {kept}); "
+                "set it to true or false"
             )
         _add_storages(out, self._storages)
         return out
+
+    def __exit__(self, *error: object) -> None:
+        self._results.clear()  # the repetition ends once all is there that backward needs
+        super().__exit__(*error)
 
 
 def _costly(operator: Operator, args: Sequence[object], options: Mapping[str, object], kept: set[int]) -> bool:
