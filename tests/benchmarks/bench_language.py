@@ -2,8 +2,8 @@
 
     python -m tests.benchmarks.bench_language [--rows N] [--held-out N] [--rounds N] [--data gsm8k] [--sides peftlab ...]
 
-SmolLM2-135M in fp32, LoRA r=16 on all linear maps, batch 8, 512 tokens at most, no checkpointing but in the sides named selective, no accumulation.
-Every side trains the same token ids with the same tokens marked, one epoch, in a process of its own; the sides take turns.
+SmolLM2-135M in fp32, LoRA r=16 on all linear maps, batch 8, 512 tokens at most, no accumulation, and checkpointing only in
+the sides named selective. Every side trains the same token ids with the same tokens marked, one epoch, in a process of its own; the sides take turns.
 Loading and tokenising are not timed. The loss compared is that of held-out rows after training, by peftlab's own scoring.
 Run alone on the machine; needs TRL, and GSM8K and alpaca in ../shared/data/lm.
 """
