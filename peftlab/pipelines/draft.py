@@ -73,6 +73,7 @@ from peftlab.tasks.problem import Scores, TrainingProblem
 from peftlab.tasks.prompts import Request, read_conversations, read_prompt_ids, read_requests
 from peftlab.training.distributed import check_trackers, make_accelerator
 from peftlab.training.loop import train
+from peftlab.training.recomputation import recompute_activations
 from peftlab.training.state import Progress, SelectionResult
 from peftlab.untyped import Attributes
 
@@ -307,7 +308,7 @@ def _run(recipe: DraftRecipe, directory: Claim, resume: bool, device: str) -> Dr
 
     # Train.
     if settings.gradient_checkpointing:
-        draft.adapted.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        recompute_activations(draft.adapted, selective=settings.gradient_checkpointing == "selective")
     if accelerator.is_main_process:
         _start_run_directory(recipe, directory, draft, sets, accelerator, digest)
     accelerator.wait_for_everyone()

@@ -71,6 +71,7 @@ from peftlab.tasks.table import GenerateConfig, find_task
 from peftlab.training.config import TrainConfig
 from peftlab.training.distributed import AsTrained, check_trackers, make_accelerator
 from peftlab.training.loop import memory_advice, train, widen_to_fp32
+from peftlab.training.recomputation import recompute_activations
 from peftlab.training.state import SelectionResult
 from peftlab.untyped import Unwrapped
 
@@ -252,7 +253,7 @@ def _run(recipe: FinetuneRecipe, directory: Claim, resume: bool, device: str) ->
     if settings.gradient_checkpointing:
         if not task.model.supports_gradient_checkpointing:
             raise PeftlabError(f"train.gradient_checkpointing: {type(task.model).__name__} has none; set it to false")
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        recompute_activations(model, selective=settings.gradient_checkpointing == "selective")
     trainable, total = count_parameters(model)
     for line in filter(None, (trainable_line(trainable, total), adapted_line(model))):
         accelerator.print(line)

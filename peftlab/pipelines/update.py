@@ -65,6 +65,7 @@ from peftlab.reporting.drafts import stream_page, window_line
 from peftlab.tasks.prompts import Request, read_requests
 from peftlab.training.distributed import make_accelerator
 from peftlab.training.loop import Interrupted, train
+from peftlab.training.recomputation import recompute_activations
 
 SETTINGS, STREAM = "settings.json", "stream.json"  # of an update that serves a stream: at its start and at its end
 
@@ -425,7 +426,7 @@ class _Live:
         if recipe.method is not None:
             inject(draft.injected, injected_method(recipe.method, recipe.train))
         if recipe.train.gradient_checkpointing and draft.separate:
-            draft.adapted.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            recompute_activations(draft.adapted, selective=recipe.train.gradient_checkpointing == "selective")
         sets = ExampleSets(examples, {"window": make_dataset([each.request for each in newest])}, [], "", None)
         with staged_directory(self._stored(number), "draft", overwrite=True) as staging:
             draft.directory = staging

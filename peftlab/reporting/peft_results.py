@@ -73,7 +73,7 @@ def _train_config(recipe: FinetuneRecipe, results: facts.Results, run_dir: Path)
         "max_steps": int(facts.required(results, "steps")),
         "eval_steps": train.eval_every,
         "compile": train.compile,
-        "use_gc": train.gradient_checkpointing,
+        "use_gc": bool(train.gradient_checkpointing),
         "query_template": _query_template(recipe, run_dir),
         "seed": train.seed,
         "grad_norm_clip": train.max_grad_norm or 0,

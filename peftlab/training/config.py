@@ -200,7 +200,11 @@ class TrainConfig(Section):
     compile: bool = Field(
         default=False, description="Compile the model with torch.compile; where that fails, continue without."
     )
-    gradient_checkpointing: bool = Field(default=False, description="Recompute activations in backward.")
+    gradient_checkpointing: bool | Literal["selective"] = Field(
+        default=False,
+        description="Recompute activations in backward. true: each layer keeps its input alone, and a step takes a "
+        "third longer; selective: also the results of products with weights and of attention.",
+    )
     layers: TrainedLayers | None = Field(
         default=None,
         description="{from: K}: only the layers from K on train; {active: N, every: 20}: N layers at a time, drawn "

@@ -566,7 +566,7 @@ def training_changes(settings: TrainConfig, examples: int, longest: int) -> list
     changes = []
     if examples > 1:
         changes.append(f"train.gradient_accumulation_steps={2 * steps} (half the examples at once, same result)")
-    if not settings.gradient_checkpointing:
+    if settings.gradient_checkpointing is not True:
         changes.append("train.gradient_checkpointing=true (slower, same result)")
     if settings.max_tokens:
         changes.append(f"train.max_tokens={settings.max_tokens // 2} with train.max_length={length} or less")

@@ -2,8 +2,8 @@
 
     python -m tests.benchmarks.bench_language [--rows N] [--held-out N] [--rounds N] [--data gsm8k] [--sides peftlab ...]
 
-SmolLM2-135M in fp32, LoRA r=16 on all linear maps, batch 8, 512 tokens at most, no checkpointing, no accumulation. Every
-side trains the same token ids with the same tokens marked, one epoch, in a process of its own; the sides take turns.
+SmolLM2-135M in fp32, LoRA r=16 on all linear maps, batch 8, 512 tokens at most, no accumulation, and checkpointing only in
+the sides named selective. Every side trains the same token ids with the same tokens marked, one epoch, in a process of its own; the sides take turns.
 Loading and tokenising are not timed. The loss compared is that of held-out rows after training, by peftlab's own scoring.
 Run alone on the machine; needs TRL, and GSM8K and alpaca in ../shared/data/lm.
 """
@@ -59,7 +59,7 @@ def make_rows(name: str, directory: Path, rows: int, held_out: int) -> None:
         (directory / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
 
 
-def recipe(base: Path, data: Path, train_on: str, packing: bool, out: Path) -> Any:
+def recipe(base: Path, data: Path, train_on: str, packing: bool, out: Path, checkpointing: bool | str = False) -> Any:
     """Return peftlab's recipe of the run."""
     from peftlab.recipe.schema import FinetuneRecipe
 
@@ -71,35 +71,42 @@ def recipe(base: Path, data: Path, train_on: str, packing: bool, out: Path) -> A
             "method": {"name": "lora", "r": 16, "lora_alpha": 32, "target_modules": "all-linear"},
             "train": {
                 "epochs": 1, "batch_size": BATCH, "eval_batch_size": 4, "max_length": LENGTH, "lr": LR, "warmup": 0,
-                "scheduler": "constant", "packing": packing,
+                "scheduler": "constant", "packing": packing, "gradient_checkpointing": checkpointing,
             },
             "output_dir": str(out),
         }
     )  # fmt: skip
 
 
-def loaded(base: Path, data: Path, train_on: str, packing: bool, out: Path) -> tuple[Any, Any]:
+def loaded(
+    base: Path, data: Path, train_on: str, packing: bool, out: Path, checkpointing: bool | str = False
+) -> tuple[Any, Any]:
     """Return the recipe, and the task with its model, seeded."""
     from accelerate.utils import set_seed
 
     from peftlab.pipelines.finetune import load_task
 
-    checked = recipe(base, data, train_on, packing, out)
+    checked = recipe(base, data, train_on, packing, out, checkpointing)
     set_seed(0)
     task = load_task(checked)
     return checked, task
 
 
-def ours(base: Path, data: Path, train_on: str, out: Path, *, packing: bool) -> Figures:
+def ours(
+    base: Path, data: Path, train_on: str, out: Path, *, packing: bool, checkpointing: bool | str = False
+) -> Figures:
     """Train with peftlab's loop."""
     from accelerate import Accelerator
 
     from peftlab.methods.inject import inject
     from peftlab.pipelines.finetune import share_rows
     from peftlab.training.loop import train
+    from peftlab.training.recomputation import recompute_activations
 
-    checked, task = loaded(base, data, train_on, packing, out)
+    checked, task = loaded(base, data, train_on, packing, out, checkpointing)
     inject(task.model, checked.method)
+    if checkpointing:
+        recompute_activations(task.model, selective=checkpointing == "selective")
     accelerator = Accelerator(cpu=True)
     share_rows(task, checked.train, accelerator)
     progress = train(task, checked.train, accelerator, out)
@@ -130,7 +137,7 @@ def theirs(
     mean = statistics.mean(task.train["length"])
     trainer = SFTTrainer(
         model=task.model,
-        processing_class=task.tokenizer,
+        processing_class=task.processor,
         train_dataset=Dataset.from_dict(columns),
         peft_config=peft.LoraConfig(task_type="CAUSAL_LM", r=16, lora_alpha=32, target_modules="all-linear"),
         args=SFTConfig(
@@ -168,7 +175,9 @@ def peak() -> float:
 
 SIDES: dict[str, Callable[..., Figures]] = {
     "peftlab": lambda *given: ours(*given, packing=False),
+    "peftlab, selective": lambda *given: ours(*given, packing=False, checkpointing="selective"),
     "peftlab, packed": lambda *given: ours(*given, packing=True),
+    "peftlab, packed, selective": lambda *given: ours(*given, packing=True, checkpointing="selective"),
     "TRL as run": theirs,
     "TRL, grouped by length": lambda *given: theirs(*given, sampling="group_by_length"),
     "TRL, packed": lambda *given: theirs(*given, packing=True),
@@ -205,7 +214,10 @@ def table(found: dict[str, list[Figures]]) -> list[str]:
 def ratios(sets: list[dict[str, list[Figures]]]) -> list[Figure]:
     """Return how many times as fast, and with what share of the memory, we train beside TRL, over all sets."""
     work, figures = "finetuning a language model", []
-    for ours, theirs in (("", " as run"), ("", ", grouped by length"), (", packed", ", packed")):
+    for ours, theirs in (
+        ("", " as run"), (", selective", " as run"), ("", ", grouped by length"), (", packed", ", packed"),
+        (", packed, selective", ", packed"),
+    ):  # fmt: skip
         pairs = [(found[f"peftlab{ours}"], found[f"TRL{theirs}"]) for found in sets]
         speeds = [
             statistics.median(r["seconds"] for r in peer) / statistics.median(r["seconds"] for r in own)

@@ -20,6 +20,7 @@ import peftlab
 from peftlab.methods.config import FullConfig, HeadConfig
 from peftlab.methods.inject import count_parameters, is_injected
 from peftlab.models.quantised import dequantised, is_quantised, quantised_linears
+from peftlab.training.recomputation import recompute_activations
 from tests.forked import two
 
 pytest.importorskip("bitsandbytes")
@@ -153,14 +154,14 @@ def test_parameters_are_counted_as_peft_counts_them(llama: Path) -> None:
 
 def test_gradient_checkpointing_changes_nothing(llama: Path) -> None:
     found = []
-    for checkpointing in (False, True):
+    for selective in (None, False, True):
         model = load(llama, "nf4")
         torch.manual_seed(2)
         shake(peftlab.inject(model, VARIANTS["lora"]))
-        if checkpointing:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        if selective is not None:
+            recompute_activations(model, selective=selective)
         found.append(gradients(model))
-    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+    assert all(torch.equal(found[0][name], other[name]) for other in found[1:] for name in found[0])
 
 
 @pytest.mark.parametrize("bits", ["nf4", "int8"])

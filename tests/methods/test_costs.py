@@ -14,6 +14,7 @@ from peftlab import PeftlabError
 from peftlab.methods.inject import inject, make_config, trainable_parameters
 from peftlab.models.costs import CountFlops, count_step, kv_bytes_per_token
 from peftlab.models.load import empty_model
+from peftlab.training.recomputation import recompute_activations
 
 B, L, D, F, LAYERS, HEADS = 3, 10, 32, 48, 3, 4
 N = B * L
@@ -154,9 +155,11 @@ def test_a_real_step_keeps_and_computes_what_shapes_say(name, dropout):
 
 
 def test_gradient_checkpointing_keeps_less_and_computes_again():
-    plain, again = (inject(empty_model("BertForSequenceClassification", bert()), method_of("lora")) for _ in range(2))
-    again.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    one, other = count_step(plain, B, L), count_step(again, B, L)
+    models = [inject(empty_model("BertForSequenceClassification", bert()), method_of("lora")) for _ in range(3)]
+    for model, selective in zip(models[1:], (False, True), strict=True):
+        recompute_activations(model, selective=selective)
+    one, other, products_kept = (count_step(model, B, L) for model in models)
+    assert (products_kept.forward_flops, products_kept.backward_flops) == (one.forward_flops, one.backward_flops)
     assert other.forward_flops == one.forward_flops and other.kept_bytes < one.kept_bytes / 3
     layers = one.forward_flops - 2 * macs(B, [(D, D), (D, 2)]) - 2 * 2 * B * 2 * D
     assert one.backward_flops < other.backward_flops <= one.backward_flops + layers

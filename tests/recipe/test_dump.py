@@ -45,7 +45,7 @@ train = st.fixed_dictionaries(
         "betas": st.lists(share, min_size=2, max_size=2),
         "trackers": st.lists(st.sampled_from(["tensorboard", "wandb"])),
         "scheduler": st.sampled_from(["linear", "cosine", "constant"]),
-        "gradient_checkpointing": st.booleans(),
+        "gradient_checkpointing": st.booleans() | st.just("selective"),
     },
 )
 own_data = st.fixed_dictionaries(
