@@ -228,9 +228,18 @@ def load_config(reference: str, *, revision: str | None = None, **options: objec
 def language_model_class(config: PretrainedConfig) -> str:
     """Return the name of the auto class of a language model of this configuration.
 
-    ``AutoModelForCausalLM`` would load an encoder-decoder model without its encoder.
+    ``AutoModelForCausalLM`` would load an encoder-decoder model without its encoder, and no model that sees images.
     """
+    if sees_images(config):
+        return "AutoModelForImageTextToText"
     return "AutoModelForSeq2SeqLM" if config.is_encoder_decoder else "AutoModelForCausalLM"
+
+
+def sees_images(config: PretrainedConfig) -> bool:
+    """Return whether a configuration is that of a decoder that reads images and text."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as CLASSES
+
+    return config.model_type in CLASSES and not config.is_encoder_decoder
 
 
 def load_tokenizer(reference: str, *, revision: str | None = None, **options: object) -> PreTrainedTokenizerBase:
