@@ -207,7 +207,8 @@ def read_block_shape(directory: Path) -> tuple[BlockShape, int]:
     elsewhere = ("features", "window", "rope", "image_tokens")
     own = {field: value for field, value in asdict(sizes).items() if field not in elsewhere}
     shape = BlockShape(
-        **own, image_tokens=read_image_tokens(config, file), rope=sizes.rope, features=tuple(found), window=_window(config, layer, count, file), layers=count,
+        **own, image_tokens=read_image_tokens(config, file), rope=sizes.rope, features=tuple(found),
+        window=_window(config, layer, count, file), layers=count,
         block_size=size, mask_token=mask, from_anchor=flags["sample_from_anchor"], markov_rank=rank, markov_head=head,
         confidence=flags["enable_confidence_head"] and spark,
         confidence_sees_token=flags["confidence_head_with_markov"],

@@ -45,8 +45,8 @@ class DraftData(Section):
 
     prompts: str | list[str] | None = Field(
         default=None,
-        description="A file (txt, one prompt per line; jsonl, json, csv, tsv, parquet with texts or chat messages; "
-        "package:NAME/path), or the prompts themselves.",
+        description="A file (txt, one prompt per line; jsonl, json, csv, tsv, parquet with texts or chat messages, for "
+        "a target that sees with images; package:NAME/path), or the prompts themselves.",
     )
     targets: Texts | None = Field(
         default=None,
@@ -622,8 +622,8 @@ StateLayers = Annotated[list[int], Field(min_length=1), AfterValidator(_check_ri
 ImageTokens = Annotated[int | None, Field(ge=0)]
 _IMAGE_TOKENS = (
     "For a target that sees: how many tokens of each image the draft reads. N: the means of the target's states in N "
-    "equal parts of the image's tokens, a compressed prefix; 0: none, the draft attends to text alone, whose states the "
-    "target made with the image; null: all."
+    "equal parts of the image, a compressed prefix; 0: none, the draft attends to text alone, whose states the target "
+    "made with the image; null: all."
 )
 
 

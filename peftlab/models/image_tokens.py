@@ -1,27 +1,24 @@
-"""Images within token ids: an image's tokens have ids that say which image it is, and the embeddings read its states.
+"""Images within token ids: an image's tokens have ids that say which image it is.
 
 A text with images is then a list of integers like any other: it is stored, compared and decoded as such, and two texts
 are equal only where their images are. Such an id is the placeholder's own and, in the bits above it, which no id of a
-vocabulary has, a digest of the file. The embeddings of a model that sees (``SeeingEmbedding``) put an image's states in
-the place of its tokens.
+vocabulary has, a digest of the file. The embeddings of a model that sees put an image's states in the place of its
+tokens (``tasks.image_prompts``).
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, TypeVar
 
-import torch
-from torch import Tensor, nn
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _BITS, _DIGEST = 20, 40
 LIMIT = 1 << _BITS
 """Ids from here on are of images; no vocabulary is as large."""
 
-_KEPT = 64  # images whose states are kept
-
-Ids = TypeVar("Ids", int, Tensor)
+Ids = TypeVar("Ids", int, "Tensor")
 
 
 def image_id(digest: str, token: int) -> int:
@@ -60,42 +57,3 @@ def draft_places(ids: Sequence[int], rows: int | None) -> list[int]:
         places += [following + place * kept // length if kept else -1 for place in range(length)]
         begin, following = end, following + kept
     return places
-
-
-class SeeingEmbedding(nn.Embedding):
-    """A model's embeddings [V, H], which put an image's states in the place of its tokens.
-
-    Args:
-        embedding: the model's own, whose weight this is.
-        read: image's id -> its states [n, H], for its n tokens in order.
-    """
-
-    def __init__(self, embedding: nn.Embedding, read: Callable[[int], Tensor]):
-        size, width = embedding.weight.shape
-        super().__init__(size, width, padding_idx=embedding.padding_idx, device="meta")
-        self.weight = embedding.weight
-        self._read = read
-        self._states = OrderedDict[int, Tensor]()
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Return the embeddings of ids [b, n], [b, n, H]."""
-        rows = super().forward(text_id(input))
-        if not bool((input >= LIMIT).any()):
-            return rows
-        rows = rows.clone()
-        for row, ids in zip(rows, input, strict=True):
-            for image in ids[ids >= LIMIT].unique().tolist():
-                places = (ids == image).nonzero()[:, 0]
-                states = self._of(image)
-                # The same image may be shown twice in a text.
-                row[places] = states[torch.arange(len(places), device=states.device) % len(states)].to(row.dtype)
-        return rows
-
-    @torch.no_grad()
-    def _of(self, image: int) -> Tensor:
-        """Return the states of an image; those of the images that were used last are kept."""
-        states = self._states.pop(image, None)
-        self._states[image] = self._read(image) if states is None else states
-        if len(self._states) > _KEPT:
-            self._states.popitem(last=False)
-        return self._states[image]

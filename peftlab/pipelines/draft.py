@@ -272,10 +272,7 @@ def _run(recipe: DraftRecipe, directory: Claim, resume: bool, device: str) -> Dr
     # Load target and draft; the target writes the text.
     set_seed(settings.seed)
     with Phase("loading target and draft"):
-        target = load_target(recipe, accelerator.device)
-        if text.images is not None:
-            text.images.attach(target)
-        draft.load(target)
+        draft.load(load_target(recipe, text, accelerator.device))
     if recipe.method is not None:
         check_method(draft.injected, recipe.method)
     digest = weights_digest(draft.target)
@@ -467,11 +464,11 @@ def make_draft(recipe: DraftRecipe, text: SourceText, directory: Path, device: t
     return kind(recipe, text.tokenizer, directory, device, text.longest)
 
 
-def load_target(recipe: DraftRecipe, device: torch.device) -> PreTrainedModel:
+def load_target(recipe: DraftRecipe, text: SourceText, device: torch.device) -> PreTrainedModel:
     """Load the target as the recipe stores it, frozen, and check its logits against its LM head.
 
     Args:
-        recipe: of kind draft. device: where it runs.
+        recipe: of kind draft. text: whose images it reads. device: where it runs.
     """
     stored = storage(recipe.base, recipe.train.precision)
     options = model_options(recipe)
@@ -479,6 +476,8 @@ def load_target(recipe: DraftRecipe, device: torch.device) -> PreTrainedModel:
     target = load_model(recipe.target, kind, **options, **stored)[0]
     torch.nn.Module.to(target, device).requires_grad_(False)
     check_head(target, "target")
+    if text.images is not None:
+        text.images.attach(target)
     return target
 
 

@@ -12,6 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from peftlab.checkpoints.adapter import load_model
+from peftlab.decoding.cache import max_positions
 from peftlab.decoding.decode import PolicyFactory, PolicyInputs, StoppingCriteria, decode, fixed
 from peftlab.decoding.generation import TextStream, answer_inputs, stop_at
 from peftlab.decoding.measurements import (
@@ -267,6 +268,9 @@ def generate_with_images(
     ends = eos_ids(model) | end_of_turn(tokenizer)
     began = time.perf_counter()
     inputs = prompt_inputs(processor, [text], [images])
+    limit, length = max_positions(model.config.get_text_config(decoder=True)), inputs["input_ids"].shape[1]
+    if limit is not None and length > limit:
+        raise PeftlabError(f"prompt: {length} tokens with its images, but the model's context is {limit}")
     (tokens,) = answer_inputs(model, settings, ends, padding_or_end(tokenizer) or 0, inputs)
     seconds = time.perf_counter() - began
     reason = "eos" if tokens and tokens[-1] in ends else "length"

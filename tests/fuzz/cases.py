@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 
 from tests.fuzz import hostile, mutations, recipes, tables, tensors
+from tests.fuzz import images as pictures
 from tests.fuzz.running import Outcome
 from tests.fuzz.world import ADAPTERS, CLASSES, WORDS, World
 
@@ -295,6 +296,26 @@ def prompts(world: World, folder: Path, rng: random.Random) -> Case:
     return Case(["draft", "bench", "--target", str(world.llama), "--prompts", path.name, *options], check)
 
 
+def images(world: World, folder: Path, rng: random.Random) -> Case:
+    """Images of prompts and conversations: damaged files, and parts of messages that are none."""
+    parts = pictures.damaged(folder, rng)
+    pictures.write_rows(folder, parts, world.sees)
+    arguments = rng.choice(list(pictures.commands(world.sees, parts).values()))
+
+    def check(outcome: Outcome) -> str:
+        from PIL import Image
+
+        written = json.loads((folder / "chats.jsonl").read_text().splitlines()[0])
+        named = [part for part in written["messages"][0]["content"] if part.get("type") == "image"]
+        for part in named:
+            with Image.open(folder / part["path"]) as image:
+                if arguments[0] != "validate":  # which reads no pixels
+                    image.load()  # an error here: what was accepted is no image
+        return ""
+
+    return Case(arguments, check, (folder / "out",))
+
+
 def heads(world: World, folder: Path, rng: random.Random) -> Case:
     """Medusa heads, drafting: whatever they are, the text is the target's own."""
     place = _copied(world.heads, folder / "heads")
@@ -442,4 +463,5 @@ CLASSES_OF_INPUT: dict[str, tuple[Callable[[World, Path, random.Random], Case], 
     "run": (run, 0.02),
     "paths": (paths, 0.06),
     "mark": (mark, 0.02),
+    "images": (images, 0.05),
 }

@@ -14,6 +14,7 @@ import torch
 from transformers import AutoImageProcessor, AutoModelForImageClassification, AutoModelForImageTextToText
 
 import peftlab
+from peftlab.checkpoints.merge_plan import MergeOptions
 from peftlab.checkpoints.tensors import read_tensors
 from peftlab.errors import PeftlabError
 from peftlab.models.load import load_processor
@@ -253,6 +254,33 @@ def test_full_finetuning_leaves_out_what_the_model_does_not_read(llava: Path) ->
     }  # fmt: skip
     results = tiny.run(values)
     assert results["steps"] == 3 and 0 < results["trainable_parameters"] < results["total_parameters"]
+
+
+def test_a_base_in_four_bits_that_sees_trains_saves_and_merges(llava: Path) -> None:
+    """Every tensor is in what is merged, either way; rows that bitsandbytes misreads, here of what sees, stay whole."""
+    pytest.importorskip("bitsandbytes")
+    place = llava.parent / "nf4"
+    wide = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
+    file = chats(llava.parent / "nf4.jsonl", llava.parent / "digits", n=6)
+    values = {
+        "model": str(save_vision_language("llava", place / "model", wide)), "base": {"dtype": "nf4"}, "task": "text/chat",
+        "data": {"path": str(file), "validation": 2}, "method": {"name": "lora", "r": 2}, "output_dir": str(place / "run"),
+        "train": {"max_steps": 3, "batch_size": 3, "max_length": 256, "lr": 1e-2, "warmup": 0.0},
+    }  # fmt: skip
+    results = tiny.run(values)
+    assert results["steps"] == 3 and results["merge"]["max_logit_difference"] < 1e-3
+    peftlab.run_merge(place / "run", out=place / "original", options=MergeOptions(into="original"), verify=False)
+    places = (place / "model", place / "run" / "merged", place / "original")
+    base, dequantised, original = (read_tensors(folder / "model.safetensors")[0] for folder in places)
+    assert base.keys() == dequantised.keys() == original.keys()
+    rounded, changed = (
+        {name for name in base if not torch.equal(base[name], found[name])} for found in (dequantised, original)
+    )
+    assert len(changed) == 14 and all("layers" in name and "vision" not in name for name in changed)
+    assert rounded == {*changed, "multi_modal_projector.linear_2.weight"}, "of what is not adapted, rows of 64"
+    plain = AutoModelForImageTextToText.from_pretrained(place / "model")
+    adapted = peft.PeftModel.from_pretrained(plain, str(place / "run" / "adapter"))
+    assert sum("lora_A" in name for name, _ in adapted.named_parameters()) == 14
 
 
 def said(content: Any, answer: Any = "0") -> list[dict[str, Any]]:
