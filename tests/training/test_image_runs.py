@@ -172,9 +172,14 @@ def talked(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return values, place / "run", tiny.run(values)
 
 
-def test_examples_with_images_are_the_processors_own(talked: Any) -> None:
+@pytest.fixture(scope="module")
+def task(talked: Any) -> Any:
+    """What the recipe trains, read once more; no test changes it."""
+    return load_task(FinetuneRecipe.model_validate(talked[0]))
+
+
+def test_examples_with_images_are_the_processors_own(talked: Any, task: Any) -> None:
     values, _, _ = talked
-    task = load_task(FinetuneRecipe.model_validate(values))
     tokenizer = task.processor.tokenizer
     special = {tokenizer.convert_tokens_to_ids(VISION_LANGUAGE[Path(values["model"]).parent.name[:-1]]["image"])}
     for i in range(len(task.train)):
@@ -192,9 +197,7 @@ def test_examples_with_images_are_the_processors_own(talked: Any) -> None:
         assert bool(seen) == bool(row["images"]) and not any(seen)
 
 
-def test_the_loss_is_that_of_the_models_own_logits(talked: Any) -> None:
-    values, _, _ = talked
-    task = load_task(FinetuneRecipe.model_validate(values))
+def test_the_loss_is_that_of_the_models_own_logits(task: Any) -> None:
     batch = task.collate([task.train[i] for i in range(4)])
     with torch.no_grad():
         loss = task.loss(task.model, batch)
@@ -215,9 +218,8 @@ def test_the_language_part_is_adapted_and_every_tensor_kept(talked: Any) -> None
     assert changed and all("layers" in name and "vision" not in name and "visual" not in name for name in changed)
 
 
-def test_transformers_and_peft_load_a_model_that_sees(talked: Any) -> None:
+def test_transformers_and_peft_load_a_model_that_sees(talked: Any, task: Any) -> None:
     values, run, _ = talked
-    task = load_task(FinetuneRecipe.model_validate(values))
     batch = model_inputs(task.collate([task.train[i] for i in range(3)]))
     base = AutoModelForImageTextToText.from_pretrained(values["model"])
     merged = AutoModelForImageTextToText.from_pretrained(run / "merged").eval()
