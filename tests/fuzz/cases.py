@@ -9,6 +9,7 @@ import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -305,10 +306,13 @@ def images(world: World, folder: Path, rng: random.Random) -> Case:
     def check(outcome: Outcome) -> str:
         from PIL import Image
 
-        written = json.loads((folder / "chats.jsonl").read_text().splitlines()[0])
-        named = [part for part in written["messages"][0]["content"] if part.get("type") == "image"]
-        for part in named:
-            with Image.open(folder / part["path"]) as image:
+        named = [path for option, path in pairwise(arguments) if option == "--image"]
+        if not named:
+            written = json.loads((folder / "chats.jsonl").read_text().splitlines()[0])
+            parts = written["messages"][0]["content"]
+            named = [part["path"] for part in parts if part.get("type") == "image"]
+        for path in named:
+            with Image.open(folder / path) as image:
                 if arguments[0] != "validate":  # which reads no pixels
                     image.load()  # an error here: what was accepted is no image
         return ""
@@ -461,7 +465,7 @@ CLASSES_OF_INPUT: dict[str, tuple[Callable[[World, Path, random.Random], Case], 
     "heads": (heads, 0.03),
     "merge report": (report, 0.02),
     "run": (run, 0.02),
-    "paths": (paths, 0.06),
+    "paths": (paths, 0.03),
+    "images": (images, 0.03),
     "mark": (mark, 0.02),
-    "images": (images, 0.05),
 }
