@@ -47,7 +47,7 @@ def chat(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )  # fmt: skip
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=96,
+        hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=128,
         vocab_size=len(words), bos_token_id=None, eos_token_id=3, pad_token_id=0, max_position_embeddings=64,
     )  # fmt: skip
     transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(place / "model")
