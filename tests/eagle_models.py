@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from functools import lru_cache, partial
 from typing import Any
 
@@ -23,14 +24,18 @@ from peftlab.tasks.prompts import Request
 
 
 def eagle(
-    target: Any, tokens: torch.Tensor | None = None, *, seed: int = 0, features: tuple[int, ...] | None = None
+    target: Any,
+    tokens: torch.Tensor | None = None,
+    *,
+    seed: int = 0,
+    features: tuple[int, ...] | None = None,
+    **sizes: Any,
 ) -> Eagle3:
-    """Return a layer on ``target`` with random weights."""
+    """Return a layer on ``target`` with random weights; ``sizes`` are fields of its shape."""
     torch.manual_seed(seed)
     head = head_weight(target).detach()
-    network = Eagle3(
-        shape_for(target.config, features), input_embedding(target), head if tokens is None else head[tokens], tokens
-    )
+    shape = replace(shape_for(target.config, features), **sizes)
+    network = Eagle3(shape, input_embedding(target), head if tokens is None else head[tokens], tokens)
     return network.to(head.device).eval()
 
 
@@ -46,30 +51,34 @@ def dflash(target: Any, tokens: torch.Tensor | None = None, *, seed: int = 0, **
 @lru_cache(maxsize=2)
 def trained_eagle(target: Any, steps: int = 50) -> EagleStep:
     """Return an EAGLE-3 layer that has learned from a little of the target's own text."""
-    return EagleStep(_trained(target, eagle, FeatureLoss(Objective("kl"), 3, 1.0), steps), pack=False)
+    return EagleStep(trained(target, eagle, FeatureLoss(Objective("kl"), 3, 1.0), steps), pack=False)
 
 
 @lru_cache(maxsize=2)
 def trained_block(target: Any, steps: int = 120) -> BlockStep:
     """Return a DFlash network that has learned from a little of the target's own text."""
-    return BlockStep(_trained(target, dflash, BlockLoss(Objective("kl"), 8, 0.8), steps), pack=False)
+    return BlockStep(trained(target, dflash, BlockLoss(Objective("kl"), 8, 0.8), steps), pack=False)
 
 
 @lru_cache(maxsize=2)
 def trained_spark(target: Any, steps: int = 50) -> BlockStep:
     """Return a DSpark network that has learned from a little of the target's own text."""
     make = partial(dflash, block_size=5, from_anchor=True, markov_rank=8, markov_head="rnn", confidence=True)
-    return BlockStep(_trained(target, make, BlockLoss(Objective("kl"), 8, 0.8), steps), pack=False)
+    return BlockStep(trained(target, make, BlockLoss(Objective("kl"), 8, 0.8), steps), pack=False)
 
 
-def _trained(target: Any, make: Any, loss: Any, steps: int) -> Any:
+def trained(
+    target: Any, make: Any, loss: Any, steps: int, prompts: Sequence[Sequence[int]] = ((1,),), length: int = 48
+) -> Any:
     """Return a network that drafts three quarters of the target's tokens, with its weights as they are after training.
 
     Args:
         make: (target, tokens) -> the network. loss: that it trains with. steps: of training.
+        prompts: which 32 texts begin with, in turn. length: tokens of each text after its prompt.
     """
-    outputs = decode(build_engine(target), [[1]] * 32, StoppingCriteria(48), sampling=Sampling(temperature=0.7))
-    data = make_dataset([Request([1], output.tokens) for output in outputs])
+    begun = [list(prompts[i % len(prompts)]) for i in range(32)]
+    outputs = decode(build_engine(target), begun, StoppingCriteria(length), sampling=Sampling(temperature=0.7))
+    data = make_dataset([Request(prompt, o.tokens) for prompt, o in zip(begun, outputs, strict=True)])
     vocabulary = len(head_weight(target))
     network = make(target, frequent_tokens((output.tokens for output in outputs), vocabulary * 3 // 4, vocabulary))
     network.train()

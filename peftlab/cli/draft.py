@@ -325,10 +325,9 @@ def generate(
 
     options = _decoding_options(locals())
     if image:
-        if prompt is None or draft is not None or drafter is not None or stop:
-            raise PeftlabError("--image: goes with --prompt, and without --draft, --drafter and --stop")
-        answer = generate_with_images(target, prompt, image, options)
-        _write(answer.text)
+        if prompt is None or stop:
+            raise PeftlabError("--image: goes with --prompt, and without --stop")
+        answer = generate_with_images(target, prompt, image, draft, options, drafter=drafter, on_text=_write)
         _end_line(answer)
         return answer
     if prompt is not None:

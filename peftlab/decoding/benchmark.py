@@ -60,6 +60,7 @@ from peftlab.decoding.measurements import (
 from peftlab.decoding.sampling import TRAVERSAL, LossyRule, Sampling, Verifier
 from peftlab.environment import describe_cpu
 from peftlab.errors import PeftlabError
+from peftlab.models.image_tokens import text_id
 from peftlab.progress import counted
 
 if TYPE_CHECKING:
@@ -618,7 +619,7 @@ def drafted_text(
 
     shorter = replace(settings, max_new_tokens=min(settings.max_new_tokens, _OUTPUT))
     (output,) = decode_batch(target, shorter, name, drafter, [question], observe)
-    prompt = question.ids
+    prompt = [text_id(token) for token in question.ids]
     known, shown, place = list(prompt), list[Piece](), 0
     for step, behind in zip(output.steps, rejected, strict=True):
         emitted = output.tokens[place : place + step.emitted]

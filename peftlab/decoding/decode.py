@@ -42,6 +42,7 @@ from peftlab.decoding.sampling import (
     fork_generators,
 )
 from peftlab.errors import PeftlabError
+from peftlab.models.image_tokens import LIMIT, text_id
 
 
 class Policy(Protocol):
@@ -150,6 +151,8 @@ class Row:
         policy: its draft length.
         generator: its randomness in the drafting of a step.
         source: the prompt that an encoder-decoder target's encoder reads; empty with any other target.
+        images: the prompt as a target reads it that sees, its ids of image tokens telling which image each is of
+            (``models.image_tokens``); empty where it has none. ``tokens`` have the placeholder's id.
     """
 
     index: int
@@ -159,6 +162,7 @@ class Row:
     policy: Policy
     generator: torch.Generator
     source: list[int] = field(default_factory=list)
+    images: list[int] = field(default_factory=list)
 
     @property
     def text(self) -> list[int]:
@@ -470,7 +474,9 @@ def decode(
     for index, prompt in enumerate(prompts):
         generator = torch.Generator().manual_seed(sampling.seed + index)  # on the CPU: no synchronisation with a device
         source, begun = ([], list(prompt)) if target.encoder is None else (list(prompt), list(target.encoder.start))
-        row = Row(index, len(rows), begun, len(begun), policy(), generator, source)
+        images = begun if max(begun) >= LIMIT else []
+        begun = [text_id(token) for token in begun]
+        row = Row(index, len(rows), begun, len(begun), policy(), generator, source, images)
         if _remaining_tokens(target, row, stopping) > 0:
             rows.append(row)
         elif stopping.max_new_tokens:
@@ -495,8 +501,8 @@ def _check(target: Engine, prompts: Sequence[Sequence[int]], stopping: StoppingC
             raise PeftlabError(f"prompt {i}: empty; give at least one token, such as the tokenizer's BOS")
         if limit is not None and len(prompt) > limit:
             raise PeftlabError(f"prompt {i}: {len(prompt)} tokens, but the model's context is {limit}")
-        if not (min(prompt) >= 0 and max(prompt) < target.vocab_size):
-            wrong = next(t for t in prompt if not 0 <= t < target.vocab_size)
+        if not (min(prompt) >= 0 and max(map(text_id, prompt)) < target.vocab_size):
+            wrong = next(t for t in prompt if not 0 <= text_id(t) < target.vocab_size)
             raise PeftlabError(f"prompt {i}: token {wrong} is outside the vocabulary of {target.vocab_size}")
     if pool is not None and pool < 1:
         raise PeftlabError(f"pool: {pool} sequences; give 1 or more")
@@ -556,7 +562,8 @@ class _Batch:
 
     def _read(self, rows: list[Row]) -> TargetState:
         """Read the prompts of some rows, all tokens but the last, into their slots of the cache."""
-        read = prefill(self.target, self.cache, [row.tokens for row in rows], [row.slot for row in rows])
+        texts = [row.images or row.tokens for row in rows]
+        read = prefill(self.target, self.cache, texts, [row.slot for row in rows])
         return TargetState(self.cache, read.hidden, self.target.vocab_size, self.sampling, read.features)
 
     def step(self, rows: list[Row]) -> None:

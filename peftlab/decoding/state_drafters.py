@@ -18,7 +18,16 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from peftlab.decoding.cache import Block, KVCache, Output, WindowedCache, right_padded, spans, visible_slots
-from peftlab.decoding.decode import DraftCandidate, Drafter, Proposal, Row, TargetState, Verified, draft_chain
+from peftlab.decoding.decode import (
+    DraftCandidate,
+    Drafter,
+    DrafterWrapper,
+    Proposal,
+    Row,
+    TargetState,
+    Verified,
+    draft_chain,
+)
 from peftlab.decoding.sampling import Sampling
 from peftlab.decoding.table import DRAWN, HEAD, Window
 from peftlab.decoding.theory import (
@@ -31,6 +40,7 @@ from peftlab.decoding.theory import (
     rank_probability,
 )
 from peftlab.errors import PeftlabError
+from peftlab.models.image_tokens import draft_places
 
 
 class Heads(Protocol):
@@ -194,12 +204,14 @@ class FeatureNetwork(Protocol):
         tokens: ids of the tokens that it can draft, rising, [V_d]; None for all.
         ranks: how often each choice is right at each depth, as measured; None: not measured.
         window: how many tokens a row sees, itself among them; None: all.
+        image_tokens: how many tokens it reads of an image (``FewerImageTokens``); None: all.
     """
 
     features: tuple[int, ...]
     vocab_size: int
     ranks: RankRates | None
     window: int | None
+    image_tokens: int | None
 
     @property
     def tokens(self) -> Tensor | None: ...
@@ -237,6 +249,7 @@ class BlockNetwork(Protocol):
         tokens: ids of the tokens that it can draft, rising, [V_d]; None for all.
         layers: of its cache. block_size: rows of a pass. length: tokens that a pass drafts.
         ranks: how often each choice is right at each depth, as measured; None: not measured.
+        image_tokens: how many tokens it reads of an image (``FewerImageTokens``); None: all.
     """
 
     features: tuple[int, ...]
@@ -245,6 +258,7 @@ class BlockNetwork(Protocol):
     block_size: int
     length: int
     ranks: RankRates | None
+    image_tokens: int | None
 
     @property
     def tokens(self) -> Tensor | None: ...
@@ -618,13 +632,80 @@ def place_trees(
     return Proposal(right_padded(tokens, size, -1).to(logits.device), parents=filled)
 
 
-def state_drafter(network: FeatureNetwork | BlockNetwork, width: int = 1) -> FeatureDrafter | BlockDrafter:
+@dataclass
+class FewerImageTokens(DrafterWrapper):
+    """A drafter by a network that reads a few tokens of an image, or none: its texts are shorter than the target's.
+
+    In the place of an image's states it reads means of equal parts of them, and the placeholder's token
+    (``models.image_tokens.draft_places``). Its positions count what it reads.
+
+    Attributes:
+        drafter: of the network. kept: tokens that it reads of an image.
+    """
+
+    drafter: FeatureDrafter | BlockDrafter
+    kept: int
+    _shorter: dict[int, tuple[list[int], int]] = field(init=False, repr=False, default_factory=dict)
+    """Index of a row -> its prompt as the draft reads it, and how many tokens that prompt has."""
+
+    @property
+    def chain_limit(self) -> int | None:
+        return self.drafter.chain_limit
+
+    def start(self, rows: list[Row], state: TargetState) -> None:
+        self._shorter = {}
+        self.drafter.start(*self._begin(rows, state))
+
+    def join(self, rows: list[Row], state: TargetState) -> None:
+        self.drafter.join(*self._begin(rows, state))
+
+    def propose(self, rows: list[Row], budgets: list[int]) -> Proposal:
+        return self.drafter.propose(self._of_draft(rows), budgets)
+
+    def accept(self, rows: list[Row], verified: Verified) -> None:
+        self.drafter.accept(self._of_draft(rows), verified)
+
+    def _begin(self, rows: list[Row], state: TargetState) -> tuple[list[Row], TargetState]:
+        """Return new rows, and the target's state after their prompts, as the draft reads them."""
+        features = list[Tensor | None]()
+        for row, states in zip(rows, state.features, strict=True):
+            # The last token is not read yet: whatever it is, it is a row of its own.
+            places = draft_places([*(row.images or row.tokens)[:-1], row.tokens[-1]], self.kept)
+            first = {place: i for i, place in reversed([*enumerate(places)]) if place >= 0}
+            self._shorter[row.index] = [row.tokens[first[place]] for place in sorted(first)], len(places)
+            read = torch.tensor(places[:-1])
+            features.append(None if states is None else mean_of_parts(states, read))
+        return self._of_draft(rows), replace(state, features=features)
+
+    def _of_draft(self, rows: list[Row]) -> list[Row]:
+        """Return rows with the tokens that the draft reads."""
+        return [
+            replace(row, tokens=[*self._shorter[row.index][0], *row.tokens[self._shorter[row.index][1] :]], images=[])
+            for row in rows
+        ]
+
+
+def mean_of_parts(states: Tensor, places: Tensor) -> Tensor:
+    """Return the mean of the states [n, F] that go to each place, [m, F].
+
+    Args:
+        states: [n, F]. places: of each of them, 0 to m - 1, or -1: it is left out; [n].
+    """
+    kept = (places >= 0).to(states.device)
+    at = places.to(states.device)[kept]
+    m = int(at.max()) + 1 if len(at) else 0
+    total = states.new_zeros(m, states.shape[1]).index_add_(0, at, states[kept])
+    return total / at.bincount(minlength=m)[:, None]
+
+
+def state_drafter(network: FeatureNetwork | BlockNetwork, width: int = 1) -> Drafter:
     """Return a new drafter by a network on the target's states.
 
     Args:
         network: which drafts. width: as of the drafters.
     """
-    return BlockDrafter(network, width) if isinstance(network, BlockNetwork) else FeatureDrafter(network, width)
+    drafter = BlockDrafter(network, width) if isinstance(network, BlockNetwork) else FeatureDrafter(network, width)
+    return drafter if network.image_tokens is None else FewerImageTokens(drafter, network.image_tokens)
 
 
 def top_children(logits: Tensor, width: int, ids: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -44,8 +44,9 @@ from peftlab.environment import resolve_device
 from peftlab.errors import PeftlabError, did_you_mean
 from peftlab.files import Json
 from peftlab.methods.config import METHODS, MethodConfig
-from peftlab.models.load import language_model_class, load_config, load_tokenizer
+from peftlab.models.load import language_model_class, load_config, load_tokenizer, sees_images
 from peftlab.registry import resolve
+from peftlab.tasks.image_prompts import ImagePrompts
 from peftlab.training.config import TrainConfig
 from peftlab.untyped import Unwrapped
 
@@ -188,6 +189,7 @@ class Pair:
         corpus: text to copy from; None: only the sequence itself.
         window: what the draft sees of a text; None: all of it.
         warnings: what to show the user.
+        images: what encodes prompts with images; None: the target reads text alone.
         draft: the engine of ``own``, else ``whole``.
     """
 
@@ -207,6 +209,7 @@ class Pair:
     target_parameters: int = 0
     draft_parameters: int = 0
     warnings: tuple[str, ...] = ()
+    images: ImagePrompts | None = None
 
     @property
     def drafts(self) -> bool:
@@ -237,7 +240,15 @@ class TargetLoader:
     @cached_property
     def target(self) -> PreTrainedModel:
         """The target, loaded when this is first read."""
-        return self.load(self.reference, self.dtype)
+        model = self.load(self.reference, self.dtype)
+        if self.images is not None:
+            self.images.attach(model)
+        return model
+
+    @cached_property
+    def images(self) -> ImagePrompts | None:
+        """What encodes prompts with images; None: the target reads text alone."""
+        return ImagePrompts(self.reference) if sees_images(load_config(self.reference)) else None
 
     def load(self, reference: str, dtype: torch.dtype) -> PreTrainedModel:
         """Load a language model onto the device.
@@ -281,7 +292,7 @@ class TargetLoader:
         return Pair(
             engine, self.tokenizer, eos_ids(model), weights, embedding,
             draft=layers.engine if layers is not None else whole, own=layers, whole=whole, heads=heads, network=network,
-            masks=masks, target_parameters=size, draft_parameters=parameters, warnings=warnings,
+            masks=masks, target_parameters=size, draft_parameters=parameters, warnings=warnings, images=self.images,
         )  # fmt: skip
 
 

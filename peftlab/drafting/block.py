@@ -67,10 +67,10 @@ from peftlab.drafting.state_network import (
     check_shapes,
     check_written,
     drafted_tokens,
+    read_texts,
     rows_of_norms,
     shape_for,
     stack_linears,
-    target_states,
     token_maps,
 )
 from peftlab.drafting.target import IDENTITY_FILE, head_weight, input_embedding, logits_of, unwrapped
@@ -324,10 +324,11 @@ class BlockLoss:
     def __call__(self, model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
         """Return the weighted mean, times the tokens of the batch."""
         ids, weights = inputs["input_ids"], inputs["weights"]
-        features, final = target_states(model, ids, inputs["attention_mask"], self.known)
+        texts = read_texts(model, ids, inputs["attention_mask"], weights, continuation_mask(inputs), known=self.known)
+        ids, features, final, (weights, drafted) = texts.ids, texts.features, texts.final, texts.marks
         network: DFlash = unwrapped(model).network
         head, length = network.lm_head.weight, network.shape.length
-        anchors, drawn = draw_anchors(continuation_mask(inputs), self.anchors)
+        anchors, drawn = draw_anchors(drafted, self.anchors)
         states = network.drafts(features, ids, anchors)
         places, counted = predicted_places(anchors, weights > 0, length)
         counted = counted & drawn[..., None]
@@ -420,7 +421,8 @@ def held_out_blocks(
     network = model.network
     assert isinstance(network, DFlash)
     for rows, drafted, ids, mask in batches(data, batch_size, head_weight(model).device):
-        features, final = target_states(model, ids, mask)
+        texts = read_texts(model, ids, mask, drafted)
+        ids, features, final, (drafted,) = texts.ids, texts.features, texts.final, texts.marks
         count = drafted.sum(1, keepdim=True)  # of consecutive places
         n = max(1, min(_MEASURED, int(count.max())))
         apart = torch.arange(n, device=ids.device) * count // n
@@ -521,6 +523,7 @@ class BlockStep(nn.Module):
         shape = network.shape
         self.features, self.vocab_size, self.ranks = network.features, network.vocab_size, network.ranks
         self.layers, self.block_size, self.length = shape.layers, shape.block_size, shape.length
+        self.image_tokens = shape.image_tokens
         self._heads, self._kv_heads, self._dim, self._eps = shape.heads, shape.kv_heads, shape.head_dim, shape.eps
         self._window, self._mask_token = shape.window, shape.mask_token
         self.tokens, self._embedding, self._rotary = network.tokens, network.embedding, RotaryTable(network.angles)
@@ -733,6 +736,7 @@ class DflashKind(StateKind[DflashDraft]):
         config = self.config
         sizes = asdict(shape_for(target.config, None if config.features is None else tuple(config.features)))
         sizes |= {"window": config.window, "layers": config.layers, "block_size": config.block_size, "head_norms": True}
+        sizes |= {"image_tokens": config.image_tokens}
         if (markov := config.markov) is not None:
             sizes |= {"from_anchor": True, "markov_rank": markov.rank, "markov_head": markov.head}
             sizes |= {"confidence": config.confidence}
@@ -748,6 +752,7 @@ class DflashKind(StateKind[DflashDraft]):
         shape, config = network.shape, self.config
         stored = {"features": list(shape.features), "layers": shape.layers, "block_size": shape.block_size}
         stored |= {"window": shape.window, "mask_token": shape.mask_token, "confidence": shape.confidence}
+        stored |= {"image_tokens": shape.image_tokens}
         if config.markov not in (None, Markov(rank=max(1, shape.markov_rank), head=shape.markov_head)):
             kind = f"rank {shape.markov_rank}, {shape.markov_head}" if shape.markov_rank else "none"
             raise PeftlabError(f"draft.markov: {config.from_} was trained with {kind}; leave it out")

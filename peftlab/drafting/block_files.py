@@ -27,10 +27,13 @@ from peftlab.drafting.state_network import (
     FORMAT,
     WEIGHTS,
     NetworkShape,
+    check_image_tokens,
     check_written,
     decoding_config,
     drafted_tokens,
+    image_tokens_field,
     layer_config,
+    read_image_tokens,
     read_sizes,
 )
 from peftlab.drafting.table import DRAFTS
@@ -104,6 +107,7 @@ def speculators_layout(
         "speculators_config": decoding_config(
             shape.type, target=target, architecture=architecture, tokens=shape.length
         ),
+        **image_tokens_field(shape),
     }
 
 
@@ -200,9 +204,11 @@ def read_block_shape(directory: Path) -> tuple[BlockShape, int]:
         )
     if (width := config.get("target_hidden_size") or sizes.hidden_size) != sizes.hidden_size:
         raise PeftlabError(f"{file}: target_hidden_size {width}, but the layers' states have {sizes.hidden_size}")
-    own = {field: value for field, value in asdict(sizes).items() if field not in ("features", "window", "rope")}
+    elsewhere = ("features", "window", "rope", "image_tokens")
+    own = {field: value for field, value in asdict(sizes).items() if field not in elsewhere}
     shape = BlockShape(
-        **own, rope=sizes.rope, features=tuple(found), window=_window(config, layer, count, file), layers=count,
+        **own, image_tokens=read_image_tokens(config, file), rope=sizes.rope, features=tuple(found),
+        window=_window(config, layer, count, file), layers=count,
         block_size=size, mask_token=mask, from_anchor=flags["sample_from_anchor"], markov_rank=rank, markov_head=head,
         confidence=flags["enable_confidence_head"] and spark,
         confidence_sees_token=flags["confidence_head_with_markov"],
@@ -293,6 +299,7 @@ class BlockExport:
     def write(self, target: str, directory: Path, gamma: int) -> float:
         """Write the draft in the consumer's layout; refuse what the engine would not compute."""
         shape, drafted = read_block_shape(self.place)
+        check_image_tokens(shape, self.place, self.consumer)
         tokenizer = load_tokenizer(target)
         check_tokenizer(self.place, tokenizer)
         config = load_config(target).get_text_config(decoder=True)

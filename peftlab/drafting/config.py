@@ -45,8 +45,8 @@ class DraftData(Section):
 
     prompts: str | list[str] | None = Field(
         default=None,
-        description="A file (txt, one prompt per line; jsonl, json, csv, tsv, parquet with texts or chat messages; "
-        "package:NAME/path), or the prompts themselves.",
+        description="A file (txt, one prompt per line; jsonl, json, csv, tsv, parquet with texts or chat messages, for "
+        "a target that sees with images; package:NAME/path), or the prompts themselves.",
     )
     targets: Texts | None = Field(
         default=None,
@@ -178,6 +178,8 @@ class DraftConfig(Section):
     """Whether a method is injected into a language model, target or draft, so that a run can write ``merged/``."""
     several_targets: ClassVar[bool] = False
     """Whether one draft can be trained for several targets: it reads no states of theirs."""
+    reads_images: ClassVar[bool] = False
+    """Whether prompts may have images."""
 
     @property
     def estimates_acceptance(self) -> bool:
@@ -617,6 +619,14 @@ def _check_rising(layers: list[int]) -> list[int]:
 StateLayers = Annotated[list[int], Field(min_length=1), AfterValidator(_check_rising)]
 
 
+ImageTokens = Annotated[int | None, Field(ge=0)]
+_IMAGE_TOKENS = (
+    "For a target that sees: how many tokens of each image the draft reads. N: the means of the target's states in N "
+    "equal parts of the image, a compressed prefix; 0: none, the draft attends to text alone, whose states the target "
+    "made with the image; null: all."
+)
+
+
 class StateConfig(DraftConfig):
     """Base of the sections of networks on the target's states."""
 
@@ -678,6 +688,7 @@ class UnrolledConfig(StateConfig):
 class Eagle3Draft(UnrolledConfig):
     """One decoder layer that reads three of the target's states and the next token (EAGLE-3, arXiv 2503.01840)."""
 
+    reads_images: ClassVar[bool] = True
     kind: Literal["eagle3"] = "eagle3"
     regression: float = Field(
         default=0.0,
@@ -700,6 +711,7 @@ class Eagle3Draft(UnrolledConfig):
     norm_output: bool | None = Field(
         default=None, description="The next step reads the output after the final norm, as the LM head does."
     )
+    image_tokens: ImageTokens = Field(default=None, description=_IMAGE_TOKENS)
 
     @model_validator(mode="after")
     def _one_norm_before_fc(self) -> Eagle3Draft:
@@ -799,6 +811,7 @@ class DflashDraft(StateConfig):
     """
 
     usual_optimizer: ClassVar[Literal["adamw", "muon"]] = "muon"
+    reads_images: ClassVar[bool] = True
     kind: Literal["dflash"] = "dflash"
     block_size: int = Field(
         default=8,
@@ -851,6 +864,7 @@ class DflashDraft(StateConfig):
         description="DSpark: a head that estimates the probability that a token is accepted, for policy head; its "
         "calibration on held-out text is reported. With markov.",
     )
+    image_tokens: ImageTokens = Field(default=None, description=_IMAGE_TOKENS)
 
     @property
     def drafted(self) -> int:

@@ -40,11 +40,14 @@ from peftlab.drafting.state_network import (
     UnrolledKind,
     UnrolledNetwork,
     check_embedding,
+    check_image_tokens,
     check_shapes,
     check_written,
     decoding_config,
     drafted_tokens,
+    image_tokens_field,
     layer_config,
+    read_image_tokens,
     read_sizes,
     rows_of_norms,
     shape_for,
@@ -140,7 +143,7 @@ class EagleStep(nn.Module):
         assert isinstance(layer, EagleLayer)
         self.features, self.vocab_size, self.ranks = network.features, network.vocab_size, network.ranks
         self._heads, self._kv_heads, self._dim, self._eps = shape.heads, shape.kv_heads, shape.head_dim, shape.eps
-        self.window = shape.window
+        self.window, self.image_tokens = shape.window, shape.image_tokens
         self.tokens, self._embedding, self._rotary = network.tokens, network.embedding, RotaryTable(network.angles)
         self._norm_before_residual, self._norm_output = shape.norm_before_residual, shape.norm_output
         self._norm_features = partial(norm_features, network) if shape.norm_before_fc or shape.fc_norm else None
@@ -246,6 +249,7 @@ def speculators_config(network: Eagle3, *, target: str, architecture: str, token
         "target_hidden_size": shape.hidden_size,
         _LAYER_IDS: list(shape.features),
         **norm_flags(shape),
+        **image_tokens_field(shape),
         "embed_requires_grad": shape.own_embedding,
         "tie_word_embeddings": False,
         "speculators_config": decoding_config("eagle3", target=target, architecture=architecture, tokens=tokens),
@@ -299,6 +303,7 @@ def read_shape(directory: Path, layers: int | None = None) -> tuple[NetworkShape
         features=_features(config, file, layers),
         window=_window(layer, file),
         own_embedding=bool(config.get("embed_requires_grad")),
+        image_tokens=read_image_tokens(config, file),
         norm_before_residual=flags["norm_before_residual"],
         norm_before_fc=flags["norm_before_fc"],
         fc_norm=flags["fc_norm"],
@@ -410,6 +415,7 @@ class EagleExport:
         check_tokenizer(self.place, load_tokenizer(target))
         config = load_config(target).get_text_config(decoder=True)
         shape, _ = read_shape(self.place, config.num_hidden_layers)
+        check_image_tokens(shape, self.place, self.consumer)
         own, wanted = (config.vocab_size, config.hidden_size), (shape.vocab_size, shape.hidden_size)
         if own != wanted or max(shape.features) >= config.num_hidden_layers:
             raise PeftlabError(
@@ -599,6 +605,7 @@ class Eagle3Kind(UnrolledKind[Eagle3Draft]):
             norm_before_fc=bool(self.config.norm_before_fc),
             fc_norm=bool(self.config.fc_norm),
             norm_output=bool(self.config.norm_output),
+            image_tokens=self.config.image_tokens,
         )
         network = Eagle3(shape, input_embedding(target), head_weight(target))
         structure = structure_of(target)
@@ -613,7 +620,7 @@ class Eagle3Kind(UnrolledKind[Eagle3Draft]):
             raise PeftlabError(
                 f"draft.features: {self.config.features}, but {self.config.from_} reads {[*network.features]}"
             )
-        for name in FLAGS:
+        for name in (*FLAGS, "image_tokens"):
             if getattr(self.config, name) not in (None, getattr(network.shape, name)):
                 stored = str(getattr(network.shape, name)).lower()
                 raise PeftlabError(f"draft.{name}: {self.config.from_} was trained with {stored}; leave it out")

@@ -375,6 +375,7 @@ class MtpStep(nn.Module):
         self.features, self.vocab_size = network.features, network.vocab_size
         self.ranks: RankRates | None = network.ranks
         self.window: int | None = None
+        self.image_tokens: int | None = None
         if pack:
             pack_linears(network)
 

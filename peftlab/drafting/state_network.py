@@ -23,7 +23,13 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils import ModelOutput
 
 from peftlab.checkpoints.tensors import map_tensors, write_tensors
-from peftlab.decoding.state_drafters import BlockNetwork, FeatureDrafter, FeatureNetwork, state_drafter
+from peftlab.decoding.state_drafters import (
+    BlockNetwork,
+    FeatureDrafter,
+    FeatureNetwork,
+    mean_of_parts,
+    state_drafter,
+)
 from peftlab.decoding.theory import RankRates
 from peftlab.drafting.acceptance import (
     RANKS,
@@ -55,6 +61,7 @@ from peftlab.files import Json, replacing, staged_directory, typed_value
 from peftlab.methods.base import trainable_dtype
 from peftlab.methods.inject import is_injected
 from peftlab.methods.merging import merge
+from peftlab.models.image_tokens import LIMIT, draft_places, text_id
 from peftlab.models.load import eval_mode
 from peftlab.progress import counted
 
@@ -79,6 +86,7 @@ class NetworkShape:
         head_norms: queries and keys of each head are normed, as in a Qwen3.
         rope: ``rope_parameters`` of transformers for angles that are scaled; None: they are theta's.
         own_embedding: the embeddings are the network's own, not the target's.
+        image_tokens: how many tokens it reads of an image (``decoding.state_drafters.FewerImageTokens``); None: all.
     """
 
     vocab_size: int
@@ -99,6 +107,7 @@ class NetworkShape:
     head_norms: bool = False
     rope: dict[str, Json] | None = None
     own_embedding: bool = False
+    image_tokens: int | None = None
 
 
 def default_features(layers: int) -> tuple[int, ...]:
@@ -440,6 +449,48 @@ def target_states(
     return torch.cat([hidden[layer] for layer in network.features], -1).detach(), hidden[-1].detach()
 
 
+@dataclass(frozen=True)
+class ReadTexts:
+    """A batch of texts as a network reads them, in which an image may have fewer tokens than for the target.
+
+    Attributes:
+        ids: [b, n], of the vocabulary. features: the target's states that the network reads, [b, n, F].
+        final: those that its LM head reads, [b, n, H]. marks: further tensors [b, n] of the texts.
+    """
+
+    ids: Tensor
+    features: Tensor
+    final: Tensor
+    marks: tuple[Tensor, ...]
+
+
+def read_texts(
+    model: nn.Module, ids: Tensor, mask: Tensor, *marks: Tensor, known: KnownStates | None = None
+) -> ReadTexts:
+    """Return texts with the target's states, as the network reads them.
+
+    Args:
+        model, ids, mask, known: as for ``target_states``.
+        marks: which places count, [b, n], zero or false at images.
+    """
+    features, final = target_states(model, ids, mask, known)
+    rows = unwrapped(model).network.shape.image_tokens
+    if rows is None or not bool((ids >= LIMIT).any()):
+        return ReadTexts(text_id(ids), features, final, marks)
+    places = [torch.tensor(draft_places(text, rows), device=ids.device) for text in ids.tolist()]
+
+    def shorter(tensor: Tensor) -> Tensor:
+        """Return [b, n, ...] with the mean of each part of an image in its place."""
+        wide = tensor.flatten(2) if tensor.dim() > 2 else tensor[..., None]
+        parts = [
+            mean_of_parts(text.to(text.dtype if text.is_floating_point() else torch.double), place)
+            for text, place in zip(wide, places, strict=True)
+        ]
+        return pad_sequence(parts, batch_first=True).to(tensor.dtype).reshape(len(parts), -1, *tensor.shape[2:])
+
+    return ReadTexts(shorter(text_id(ids)), shorter(features), shorter(final), tuple(map(shorter, marks)))
+
+
 @dataclass
 class FeatureLoss:
     """Computes Σ_k decay^k · (D(p_{t+1+k} ‖ q of step k at row t) + ρ · SmoothL1) over the draftable tokens.
@@ -463,9 +514,10 @@ class FeatureLoss:
     def __call__(self, model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
         """Return the sum over tokens and steps."""
         ids, weights = inputs["input_ids"], inputs["weights"]
-        features, final = target_states(model, ids, inputs["attention_mask"], self.known)
+        texts = read_texts(model, ids, inputs["attention_mask"], weights, continuation_mask(inputs), known=self.known)
+        ids, features, final, (weights, drafted) = texts.ids, texts.features, texts.final, texts.marks
         network: UnrolledNetwork = unwrapped(model).network
-        head, drafted = network.lm_head.weight, continuation_mask(inputs)
+        head = network.lm_head.weight
         total = head.new_zeros(())
         for k, states in enumerate(unroll(network, features, ids, min(self.steps, ids.shape[1] - 1))):
             ahead = k + 1
@@ -498,7 +550,8 @@ def measure_features(model: TargetWithNetwork, data: Dataset, steps: int, batch_
     assert isinstance(network, UnrolledNetwork)
     sums = torch.zeros(steps, 4, len(data), dtype=torch.float64)
     for rows, places, ids, mask in batches(data, batch_size, head.device):
-        features, final = target_states(model, ids, mask)
+        texts = read_texts(model, ids, mask, places)
+        ids, features, final, (places,) = texts.ids, texts.features, texts.final, texts.marks
         for k, states in enumerate(unroll(network, features, ids, min(steps, ids.shape[1] - 1))):
             both = predictions(places, k + 1)
             mine = network.read_by_head(states[:, : -(k + 1)][both])
@@ -616,7 +669,8 @@ def measure_ranks(model: TargetWithNetwork, data: Dataset, batch_size: int, dept
     right = torch.zeros(depth, min(RANKS, len(weight)), dtype=torch.float64)
     tried = torch.zeros(depth, dtype=torch.float64)
     for _, places, ids, mask in batches(data, batch_size, head.device):
-        features, final = target_states(model, ids, mask)
+        texts = read_texts(model, ids, mask, places)
+        ids, features, final, (places,) = texts.ids, texts.features, texts.final, texts.marks
         own, alive = greedy_tokens(final, head), torch.ones_like(places)
         for k, states in enumerate(unroll(network, features, ids, min(depth, ids.shape[1] - 1))):
             n = ids.shape[1] - k - 1
@@ -751,6 +805,37 @@ def decoding_config(algorithm: str, *, target: str, architecture: str, tokens: i
         "proposal_methods": [method | {"verifier_accept_k": 1, "accept_tolerance": 0.0}],
         "verifier": {"name_or_path": target, "architectures": [architecture]},
     }
+
+
+def image_tokens_field(shape: NetworkShape) -> dict[str, Json]:
+    """Return what a configuration says about images; nothing where the network reads all of their tokens."""
+    return {} if shape.image_tokens is None else {"image_tokens": shape.image_tokens}
+
+
+def read_image_tokens(config: dict[str, Json], file: Path) -> int | None:
+    """Return how many tokens of an image a stored network reads; None for all.
+
+    Args:
+        config: of the draft. file: which contains it, for messages.
+    """
+    if config.get("image_tokens") is None:
+        return None
+    if (count := typed_value(config, "image_tokens", int, file)) < 0:
+        raise PeftlabError(f"{file}: image_tokens must be at least 0")
+    return count
+
+
+def check_image_tokens(shape: NetworkShape, place: Path, consumer: str) -> None:
+    """Refuse to write a draft for an engine that would give it all tokens of an image.
+
+    Args:
+        shape: of the draft. place: its directory. consumer: name of the engine.
+    """
+    if shape.image_tokens is not None:
+        raise PeftlabError(
+            f"--for {consumer}: {place} reads {shape.image_tokens} tokens of an image (draft.image_tokens), and "
+            f"{consumer} would give it all; train it with image_tokens: null"
+        )
 
 
 def check_written(tensors: dict[str, Tensor], back: dict[str, Tensor], directory: Path) -> None:

@@ -153,11 +153,11 @@ def _load_quantised(
     options = {**options, "dtype": torch.float32, "device_map": {"": "cpu"}}
     if _gguf(reference):  # transformers quantises no such file
         model, fresh = _load_weights(reference, auto_class, **options)
-        quantise(model, _bitsandbytes(base, dtype, [*_kept(model), *_owners(fresh)]))
+        quantise(model, _bitsandbytes(base, dtype, [*_kept(model, base), *_owners(fresh)]))
     else:
         arguments = {key: options[key] for key in ("revision", "trust_remote_code") if key in options}
         trust = bool(options.get("trust_remote_code"))
-        kept = _kept(empty_model(auto_class, load_config(reference, **arguments), trust_remote_code=trust))
+        kept = _kept(empty_model(auto_class, load_config(reference, **arguments), trust_remote_code=trust), base)
         how = _bitsandbytes(base, dtype, kept)
         model, fresh = _load_weights(reference, auto_class, quantization_config=how, **options)
         if untrained := [name for name, _ in quantised_linears(model) if name in _owners(fresh)]:
@@ -168,10 +168,18 @@ def _load_quantised(
     return model, fresh
 
 
-def _kept(model: PreTrainedModel) -> list[str]:
+def _kept(model: PreTrainedModel, base: BaseConfig) -> list[str]:
+    """Return the modules that are not quantised.
+
+    On CPUs with AVX-512 bitsandbytes (0.50) takes the scales of a row in 4 bits from the wrong blocks where its length
+    is a multiple of 16 but not of its blocks, 64. Rows of language models are multiples of 64; of parts that see
+    (SigLIP's 4,304) not all are.
+    """
     from transformers.quantizers.base import get_keys_to_not_convert
 
-    return [*get_keys_to_not_convert(model), *task_head(model)]
+    linears = [(name, m.in_features) for name, m in model.named_modules() if isinstance(m, nn.Linear)]
+    misread = [name for name, size in linears if size % 16 == 0 and size % 64] if base.dtype == "nf4" else []
+    return [*get_keys_to_not_convert(model), *task_head(model), *misread]
 
 
 def _owners(parameters: list[str]) -> set[str]:
@@ -228,9 +236,18 @@ def load_config(reference: str, *, revision: str | None = None, **options: objec
 def language_model_class(config: PretrainedConfig) -> str:
     """Return the name of the auto class of a language model of this configuration.
 
-    ``AutoModelForCausalLM`` would load an encoder-decoder model without its encoder.
+    ``AutoModelForCausalLM`` would load an encoder-decoder model without its encoder, and no model that sees images.
     """
+    if sees_images(config):
+        return "AutoModelForImageTextToText"
     return "AutoModelForSeq2SeqLM" if config.is_encoder_decoder else "AutoModelForCausalLM"
+
+
+def sees_images(config: PretrainedConfig) -> bool:
+    """Return whether a configuration is that of a decoder that reads images and text."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as CLASSES
+
+    return config.model_type in CLASSES and not config.is_encoder_decoder
 
 
 def load_tokenizer(reference: str, *, revision: str | None = None, **options: object) -> PreTrainedTokenizerBase:

@@ -71,7 +71,7 @@ from peftlab.models.quantised import torch_dtype
 from peftlab.pipelines.served import OWN, check_engine, measure_in_engine, step_seconds_in_engine
 from peftlab.progress import Phase
 from peftlab.registry import resolve
-from peftlab.tasks.prompts import encode, read_prompts, spread
+from peftlab.tasks.prompts import encode, has_images, read_prompts, spread
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -450,6 +450,8 @@ def benchmark(
     if pool:
         check_pool(batch_size)
     chosen_prompts = read_prompts(prompts) if max_prompts is None else spread(read_prompts(prompts), max_prompts)
+    if engine != OWN and any(map(has_images, chosen_prompts)):
+        raise PeftlabError(f"--engine {engine}: is asked by token ids alone, and prompts have images; leave it out")
 
     # Load target and draft; the drafters are those of the draft, and beside it the named ones, each once.
     with Phase("loading target and draft"):
@@ -466,7 +468,7 @@ def benchmark(
     settings.lossy = None if relaxation is None else LossyRule.of(relaxation, pair.embedding)
 
     # Time plain decoding and the drafters in turn; then decode one prompt more for the page.
-    questions = [Question(p.id, p.category, encode(pair.tokenizer, p)) for p in chosen_prompts]
+    questions = [Question(p.id, p.category, encode(pair.tokenizer, p, images=pair.images)) for p in chosen_prompts]
     with Phase(f"decoding {len(questions)} prompts, {1 + repeats} times by each way to draft"):
         result = bench(watches[0], made, questions, settings, models=watches)
     first, make = next(iter(made.items()))

@@ -59,7 +59,8 @@ from peftlab.methods.config import lr_ratio
 from peftlab.methods.inject import adapted_line, count_parameters, inject, is_injected
 from peftlab.models.config import measures_latency, merge_into, verifies_merge
 from peftlab.models.costs import Cost
-from peftlab.models.load import load_config, load_tokenizer, storage
+from peftlab.models.image_tokens import LIMIT
+from peftlab.models.load import language_model_class, load_config, load_tokenizer, sees_images, storage
 from peftlab.pipelines.benchmark import HEAD_FILE, acceptance_head, draft_lengths
 from peftlab.pipelines.directory import provenance, run_directory, stored_results, write_and_print_results
 from peftlab.pipelines.merge import COMPARING, TIMING, Latency, MergeCheck, merge_latency, verify_merge
@@ -69,6 +70,7 @@ from peftlab.recipe.schema import DraftRecipe, injected_method
 from peftlab.registry import resolve
 from peftlab.reporting.facts import trainable_line
 from peftlab.tasks.batches import seeded_subset
+from peftlab.tasks.image_prompts import ImagePrompts
 from peftlab.tasks.problem import Scores, TrainingProblem
 from peftlab.tasks.prompts import Request, read_conversations, read_prompt_ids, read_requests
 from peftlab.training.distributed import check_trackers, make_accelerator
@@ -271,7 +273,7 @@ def _run(recipe: DraftRecipe, directory: Claim, resume: bool, device: str) -> Dr
     # Load target and draft; the target writes the text.
     set_seed(settings.seed)
     with Phase("loading target and draft"):
-        draft.load(load_target(recipe, accelerator.device))
+        draft.load(load_target(recipe, text, accelerator.device))
     if recipe.method is not None:
         check_method(draft.injected, recipe.method)
     digest = weights_digest(draft.target)
@@ -361,6 +363,7 @@ class SourceText:
     Attributes:
         config, tokenizer: the target's. prompts: token ids, the held-out ones last. requests: served ones, newest last.
         longest: tokens of the longest example, with all that the target may write.
+        images: those of the prompts and requests; None: there are none.
     """
 
     config: PretrainedConfig
@@ -368,6 +371,7 @@ class SourceText:
     prompts: list[list[int]]
     requests: list[Request]
     longest: int
+    images: ImagePrompts | None = None
 
 
 @dataclass
@@ -409,22 +413,45 @@ def read_text(recipe: DraftRecipe) -> SourceText:
         )
     tokenizer = load_tokenizer(recipe.target, **options)
     limit = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+    images = ImagePrompts(recipe.target, options) if sees_images(config) else None
     prompts: list[list[int]] = []
     if data.prompts is not None:
-        prompts = read_prompt_ids(data.prompts, tokenizer, field=data.field, chat=data.chat, most=data.max_prompts)
+        prompts = read_prompt_ids(
+            data.prompts, tokenizer, field=data.field, chat=data.chat, most=data.max_prompts, images=images
+        )
         if len(prompts) <= data.held_out:
             raise PeftlabError(
                 f"data.held_out: {data.held_out} leaves none of {len(prompts)} prompts to train on; give more prompts "
                 "or hold out fewer"
             )
-    requests = read_requests(data.replay, tokenizer, chat=data.chat) if data.replay is not None else []
+    requests: list[Request] = []
+    if data.replay is not None:
+        requests = read_requests(data.replay, tokenizer, chat=data.chat, images=images)
     if len(requests) == 1:
         raise PeftlabError(f"{data.replay}: a single request cannot be both trained on and held out; give 2 or more")
     lengths = [len(prompt) + data.max_new_tokens for prompt in prompts]
     lengths += [len(request.prompt) + len(request.response) for request in requests]
     check_room(lengths, limit, "the target's context; shorten the prompts or data.max_new_tokens")
     check_room(lengths, recipe.train.max_length, "train.max_length; raise it, or shorten data.max_new_tokens")
-    return SourceText(config, tokenizer, prompts, requests, max(lengths))
+    texts = [*prompts, *(request.prompt for request in requests)]
+    images = images if any(max(text) >= LIMIT for text in texts) else None
+    if images is not None:
+        _check_image_keys(recipe)
+    return SourceText(config, tokenizer, prompts, requests, max(lengths), images)
+
+
+def _check_image_keys(recipe: DraftRecipe) -> None:
+    """Refuse the keys of a recipe that do not go with prompts that have images."""
+    if not recipe.draft.reads_images:
+        raise PeftlabError(
+            f"draft.kind: {recipe.draft.kind} drafts for text alone, and data.prompts has images; eagle3 and dflash "
+            "read them"
+        )
+    if recipe.data.endpoint is not None or recipe.data.targets:
+        key = "targets" if recipe.data.targets else "endpoint"
+        raise PeftlabError(
+            f"data.{key}: not with images in data.prompts, which the target itself answers; leave it out"
+        )
 
 
 def make_draft(recipe: DraftRecipe, text: SourceText, directory: Path, device: torch.device) -> DraftKind[DraftConfig]:
@@ -438,16 +465,20 @@ def make_draft(recipe: DraftRecipe, text: SourceText, directory: Path, device: t
     return kind(recipe, text.tokenizer, directory, device, text.longest)
 
 
-def load_target(recipe: DraftRecipe, device: torch.device) -> PreTrainedModel:
+def load_target(recipe: DraftRecipe, text: SourceText, device: torch.device) -> PreTrainedModel:
     """Load the target as the recipe stores it, frozen, and check its logits against its LM head.
 
     Args:
-        recipe: of kind draft. device: where it runs.
+        recipe: of kind draft. text: whose images it reads. device: where it runs.
     """
     stored = storage(recipe.base, recipe.train.precision)
-    target = load_model(recipe.target, "AutoModelForCausalLM", **model_options(recipe), **stored)[0]
+    options = model_options(recipe)
+    kind = language_model_class(load_config(recipe.target, **options))
+    target = load_model(recipe.target, kind, **options, **stored)[0]
     torch.nn.Module.to(target, device).requires_grad_(False)
     check_head(target, "target")
+    if text.images is not None:
+        text.images.attach(target)
     return target
 
 

@@ -12,6 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from peftlab.checkpoints.adapter import load_model
+from peftlab.decoding.cache import max_positions
 from peftlab.decoding.decode import PolicyFactory, PolicyInputs, StoppingCriteria, decode, fixed
 from peftlab.decoding.generation import TextStream, answer_inputs, stop_at
 from peftlab.decoding.measurements import (
@@ -213,26 +214,41 @@ def generate(
 
 
 def generate_with_images(
-    target: str, prompt: str, images: Sequence[str], options: DecodingOptions | None = None
+    target: str,
+    prompt: str,
+    images: Sequence[str],
+    draft: str | None = None,
+    options: DecodingOptions | None = None,
+    *,
+    drafter: str | None = None,
+    on_text: Callable[[str], None] | None = None,
 ) -> GeneratedText:
-    """Answer a question about images, by transformers' ``generate``: nothing is drafted, and nothing streamed.
+    """Answer a question about images.
+
+    Without a draft or a drafter transformers' ``generate`` answers, for every model that it knows.
 
     Args:
         target: reference of a model of images and text.
         prompt: the question; the chat template writes it behind the images.
         images: their files, in order.
-        options: ``max_new_tokens``, sampling, ``dtype`` and ``device``; None for the defaults.
+        draft: reference of a draft for the target.
+        options: of decoding; None for the defaults. Without a draft ``max_new_tokens``, sampling, ``dtype`` and
+            ``device`` count.
+        drafter: as for ``generate``.
+        on_text: called with each piece of text as soon as it is final.
 
     Raises:
         PeftlabError: the target sees no images, or a file is none.
     """
     options = options or DecodingOptions()
     device = resolve_device(options.device)
-    asked: dict[str, object] = {
-        "role": "user",
-        "content": prompt,
-        "parts": [*({"type": "image", "path": path} for path in images), {"type": "text", "text": prompt}],
-    }
+    parts = [*({"type": "image", "path": path} for path in images), {"type": "text", "text": prompt}]
+    if draft is not None or drafter is not None:
+        writer = load_writer(target, draft, options, drafter=drafter, chat=True)
+        turn: dict[str, object] = {"role": "user", "content": parts}
+        asking = Prompt("prompt", "all", messages=[turn])  # type: ignore[list-item]
+        return writer.write(encode(writer.pair.tokenizer, asking, images=writer.pair.images), on_text)
+    asked: dict[str, object] = {"role": "user", "content": prompt, "parts": parts}
     turns: list[Message] = [asked, {"role": "assistant", "content": "a"}]  # type: ignore[list-item]
     row = with_pictures(Conversation(turns, "prompt"), Path())
     processor = load_processor(target)
@@ -252,10 +268,15 @@ def generate_with_images(
     ends = eos_ids(model) | end_of_turn(tokenizer)
     began = time.perf_counter()
     inputs = prompt_inputs(processor, [text], [images])
+    limit, length = max_positions(model.config.get_text_config(decoder=True)), inputs["input_ids"].shape[1]
+    if limit is not None and length > limit:
+        raise PeftlabError(f"prompt: {length} tokens with its images, but the model's context is {limit}")
     (tokens,) = answer_inputs(model, settings, ends, padding_or_end(tokenizer) or 0, inputs)
     seconds = time.perf_counter() - began
     reason = "eos" if tokens and tokens[-1] in ends else "length"
     answer = str(tokenizer.decode(tokens, skip_special_tokens=True))
+    if on_text is not None:
+        on_text(answer)
     return GeneratedText(answer, tokens, reason, seconds, None, None)
 
 

@@ -458,6 +458,10 @@ class _Live:
 def _begin_stream(run: Path, start: Path, recipe: DraftRecipe, every: int, size: int, device: str) -> _Live:
     """Read the requests, check that the draft can train, and load the target."""
     text = read_text(recipe)
+    if text.images is not None:
+        raise PeftlabError(
+            "a stream serves requests of text alone, and this one has images; draft update RUN learns from them"
+        )
     accelerator = make_accelerator(recipe.train, Path(recipe.output_dir), device)
     if accelerator.num_processes > 1:
         raise PeftlabError("a stream is served by one process; start it without a launcher")
@@ -467,4 +471,4 @@ def _begin_stream(run: Path, start: Path, recipe: DraftRecipe, every: int, size:
             f"method {recipe.method.name} has no linear fold, or merge is off; a stream stores its draft merged"
         )
     draft.check(text.config)
-    return _Live(run, start, recipe, text, load_target(recipe, accelerator.device), accelerator, every, size)
+    return _Live(run, start, recipe, text, load_target(recipe, text, accelerator.device), accelerator, every, size)

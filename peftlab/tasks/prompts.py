@@ -9,12 +9,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeGuard
 
 from peftlab.errors import PeftlabError
+from peftlab.models.image_tokens import LIMIT
 from peftlab.references import locate
 from peftlab.tasks.conversations import Message, chat_ids
 from peftlab.tasks.data import Table, is_unicode, listed, quoted, read_table, table_suffix, text_lines
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from peftlab.tasks.image_prompts import ImagePrompts
 
 _TEXTS = ("prompt", "text")
 _QUESTIONS = ("question", "instruction")
@@ -33,6 +36,7 @@ class Prompt:
         messages: the conversation, or a question as one user turn; None for a text that is meant literally.
         ids: token ids; None otherwise.
         where: file and line, for error messages; empty: ``prompt ID``.
+        home: directory from which paths of images count.
     """
 
     id: str
@@ -41,6 +45,7 @@ class Prompt:
     messages: list[Message] | None = None
     ids: list[int] | None = None
     where: str = ""
+    home: Path = Path()
 
 
 @dataclass(frozen=True)
@@ -94,6 +99,7 @@ def read_prompt_ids(
     field: str | None = None,
     chat: bool | None = None,
     most: int | None = None,
+    images: ImagePrompts | None = None,
 ) -> list[list[int]]:
     """Return the token ids of every prompt, in order; arguments as for ``read_prompts``.
 
@@ -103,11 +109,12 @@ def read_prompt_ids(
         field: the column, as for ``read_prompts``.
         chat: put a text into the tokenizer's chat template as one user turn; None: if it has a template.
         most: read the first N prompts only; None: all.
+        images: as for ``encode``.
 
     Raises:
         PeftlabError: as ``read_prompts``; an empty prompt; or messages without a chat template.
     """
-    return [_ids(tokenizer, prompt, chat) for prompt in read_prompts(source, field=field, most=most)]
+    return [_ids(tokenizer, prompt, chat, images) for prompt in read_prompts(source, field=field, most=most)]
 
 
 def read_conversations(
@@ -131,7 +138,13 @@ def read_conversations(
     return [conversation(tokenizer, prompt, chat) for prompt in read_prompts(source, field=field, most=most)]
 
 
-def read_requests(path: str | Path, tokenizer: PreTrainedTokenizerBase, *, chat: bool | None = None) -> list[Request]:
+def read_requests(
+    path: str | Path,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    chat: bool | None = None,
+    images: ImagePrompts | None = None,
+) -> list[Request]:
     """Return served requests: rows with a prompt (as in ``read_prompt_ids``) and a response.
 
     The response is text (column response, completion, answer or output) or ids (response_ids). A text's end of
@@ -141,6 +154,7 @@ def read_requests(path: str | Path, tokenizer: PreTrainedTokenizerBase, *, chat:
         path: the file.
         tokenizer: the model's tokenizer.
         chat: as for ``read_prompt_ids``.
+        images: as for ``encode``.
 
     Raises:
         PeftlabError: no row, no such column, or an empty prompt or response.
@@ -162,11 +176,23 @@ def read_requests(path: str | Path, tokenizer: PreTrainedTokenizerBase, *, chat:
                 ids = [*ids, tokenizer.eos_token_id]
         if not ids:
             raise PeftlabError(f"{prompt.where}: an empty response")
-        requests.append(Request(_ids(tokenizer, prompt, chat), ids))
+        requests.append(Request(_ids(tokenizer, prompt, chat, images), ids))
     return requests
 
 
-def encode(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, chat: bool | None = None) -> list[int]:
+def has_images(prompt: Prompt) -> bool:
+    """Return whether a turn of a prompt's conversation has a part other than text."""
+    contents: list[object] = [message["content"] for message in prompt.messages or ()]
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    return any(not isinstance(part, dict) or part.get("type") != "text" for part in parts)
+
+
+def encode(
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: Prompt,
+    chat: bool | None = None,
+    images: ImagePrompts | None = None,
+) -> list[int]:
     """Return a prompt's token ids; an empty text is the BOS token.
 
     Args:
@@ -174,12 +200,17 @@ def encode(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, chat: bool | None
         prompt: the prompt.
         chat: whether a text is a user turn for the chat template; conversations then need one. None: questions and
             conversations go through the template where there is one, texts are literal.
+        images: what reads the images of conversations; None: the model reads text alone.
 
     Raises:
         PeftlabError: an empty prompt and no BOS token to begin with, messages without a chat template, or a
             conversation that the template refuses.
     """
     where = prompt.where or f"prompt {prompt.id}"
+    if has_images(prompt):
+        if images is None:
+            raise PeftlabError(f"{where}: a content with a part other than text, and the target reads text alone")
+        return images.encode(prompt.messages or [], where, prompt.home)
     if prompt.ids is not None:
         return prompt.ids
     text = prompt.text
@@ -233,11 +264,13 @@ def spread(prompts: Iterable[Prompt], most: int) -> list[Prompt]:
     return [prompts[place] for place in sorted(place for _, place in sorted(ranked)[:most])]
 
 
-def _ids(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, chat: bool | None) -> list[int]:
+def _ids(
+    tokenizer: PreTrainedTokenizerBase, prompt: Prompt, chat: bool | None, images: ImagePrompts | None
+) -> list[int]:
     """Return the token ids of a prompt to train on; ``PeftlabError`` where it has none."""
     if prompt.text is not None and not prompt.text.strip():
         raise PeftlabError(f"{prompt.where}: empty")
-    return encode(tokenizer, prompt, _uses_template(tokenizer, chat))
+    return encode(tokenizer, prompt, _uses_template(tokenizer, chat), images)
 
 
 def _uses_template(tokenizer: PreTrainedTokenizerBase, chat: bool | None) -> bool:
@@ -273,7 +306,7 @@ def _rows(table: Table, field: str | None) -> list[Prompt]:
         if name is None:
             raise PeftlabError(f"{table.where(row)}: no prompt; a row needs one of {', '.join(_PROMPTS)}")
         labels = str(own), "all" if category is None else str(category)
-        prompts.append(_prompt(*labels, name, fields[name][row], table.where(row)))
+        prompts.append(_prompt(*labels, name, fields[name][row], table.where(row), table.path.parent))
     return prompts
 
 
@@ -293,7 +326,7 @@ def _filled_column(table: Table, field: str) -> Sequence[object]:
     return texts
 
 
-def _prompt(id_: str, category: str, name: str, value: object, where: str) -> Prompt:
+def _prompt(id_: str, category: str, name: str, value: object, where: str, home: Path) -> Prompt:
     if name == "turns" and isinstance(value, list) and value:
         value = value[0]
     if isinstance(value, str) and is_unicode(value):
@@ -302,7 +335,7 @@ def _prompt(id_: str, category: str, name: str, value: object, where: str) -> Pr
     if _is_ids(value):
         return Prompt(id_, category, ids=value, where=where)
     if isinstance(value, list) and value and all(map(_is_message, value)):
-        return Prompt(id_, category, messages=value, where=where)
+        return Prompt(id_, category, messages=value, where=where, home=home)
     raise PeftlabError(f"{where}: {name} is not a text, chat messages or token ids, but {quoted(value)}")
 
 
@@ -315,7 +348,7 @@ def _is_message(value: object) -> bool:
 
 
 def _is_ids(value: object) -> TypeGuard[list[int]]:
-    return isinstance(value, list) and bool(value) and all(type(token) is int for token in value)
+    return isinstance(value, list) and bool(value) and all(type(token) is int and token < LIMIT for token in value)
 
 
 def _file(reference: str | Path) -> Path:

@@ -4,8 +4,9 @@
     peftlab run image/quickstart
 
 The images are scikit-learn's 1,797 digits of 8 x 8 pixels, as PNG files in a folder for each digit. A question is about
-one image: which digit it shows, whether that is even, or whether it is greater than another digit. The model is a LLaVA
-of transformers, two layers that see and two that write, with random weights and a word for each token.
+one image: which digit it shows, whether that is even, whether it is greater than another digit, or all of it in one
+answer. The model is a LLaVA of transformers, two layers that see and two that write, with random weights and a word for
+each token. ``prompts.jsonl`` has the questions of the last kind alone, for a draft (``recipes/image/draft.yaml``).
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from transformers import (
 
 HELD_OUT = 297  # images of the validation split, in which none of the training images is asked about
 DIGITS = [str(digit) for digit in range(10)]
-WORDS = ["which", "digit", "is", "it", "even", "greater", "than", "yes", "no", "user", "assistant"]
+WORDS = ["which", "digit", "is", "it", "even", "greater", "than", "yes", "no", "describe", "user", "assistant"]
 SPECIAL = ["<pad>", "<image>", "<end>"]
 TEMPLATE = (
     "{% for m in messages %}{{ m.role }} {% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}"
@@ -49,8 +50,14 @@ def write_images(directory: Path) -> list[tuple[str, int]]:
     return written
 
 
+def description(digit: int) -> str:
+    """Return what is to be said of a digit in one answer."""
+    even, greater = ("no" if digit % 2 else "yes"), ("yes" if digit > 4 else "no")
+    return f"it is digit {digit} is it even {even} is it greater than 4 {greater}"
+
+
 def write_questions(file: Path, images: list[tuple[str, int]], draw: random.Random) -> None:
-    """Write three questions about each image, with their answers, as conversations."""
+    """Write four questions about each image, with their answers, as conversations."""
     with file.open("w") as lines:
         for path, digit in images:
             other = draw.choice([each for each in range(10) if each != digit])
@@ -58,10 +65,19 @@ def write_questions(file: Path, images: list[tuple[str, int]], draw: random.Rand
                 ("which digit", str(digit)),
                 ("is it even", "no" if digit % 2 else "yes"),
                 (f"is it greater than {other}", "yes" if digit > other else "no"),
+                ("describe it", description(digit)),
             ):
                 asked = [{"type": "image", "path": path}, {"type": "text", "text": question}]
                 turns = [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
                 lines.write(json.dumps({"messages": turns}) + "\n")
+
+
+def write_prompts(file: Path, images: list[tuple[str, int]]) -> None:
+    """Write the question that has a long answer about each image, without the answer."""
+    with file.open("w") as lines:
+        for path, _ in images:
+            asked = [{"type": "image", "path": path}, {"type": "text", "text": "describe it"}]
+            lines.write(json.dumps({"messages": [{"role": "user", "content": asked}]}) + "\n")
 
 
 def write_model(directory: Path) -> None:
@@ -101,6 +117,7 @@ def main(directory: Path) -> None:
     draw.shuffle(images)
     write_questions(directory / "train.jsonl", images[HELD_OUT:], draw)
     write_questions(directory / "validation.jsonl", images[:HELD_OUT], draw)
+    write_prompts(directory / "prompts.jsonl", images[HELD_OUT:] + images[:HELD_OUT])
     write_model(directory / "model")
 
 

@@ -33,6 +33,7 @@ _GATE = "decoding/test_lossless_gate.py::test_every_drafter"
 _POLICIES = "decoding/test_lossless_gate.py::test_every_policy"
 _TREES = "decoding/test_sampled_trees.py"
 _RELAXED = "decoding/test_image_tokens.py::test_the_law_of_the_emitted_token_is_that_of_the_code"
+_IMAGES = "drafting/test_image_drafts.py::test_greedy_output_is_the_targets_own"
 _LAWS = "decoding/test_sampled_decoding.py::test_follows_the_target"
 
 _KEYS = {
@@ -108,6 +109,9 @@ SYSTEMS = (
     System("A pool that refills, against plain static batches", "draft bench --drafter suffix --batch-size 3 --pool", "decoding/test_benchmark.py::test_a_pool_gives_the_outputs_of_single_sequences", "pool"),
     System("Typical acceptance, lossy (2401.10774)", "draft bench --draft {model} --gamma 2 --lossy typical", "decoding/test_lossy.py::test_the_law_of_the_emitted_token_is_that_of_the_code"),
     System("The target's K best, lossy", "draft bench --draft {model} --gamma 2 --lossy accept_k:3", "decoding/test_lossy.py::test_bench_never_calls_it_lossless"),
+    System("A compressed image prefix, as ViSpec (2509.15235) and SpecVLM (2509.11815): image_tokens 4", "draft bench --target TARGET --draft DRAFT --prompts FILE.jsonl --gamma 4", _IMAGES),
+    System("A draft that attends to text alone, after MSD (2505.14260): image_tokens 0", "draft bench --target TARGET --draft DRAFT --prompts FILE.jsonl --gamma 4", _IMAGES),
+    System("A draft that reads every image token, its states fused of several layers; what is covered of DREAM (2505.19201)", "draft bench --target TARGET --draft DRAFT --prompts FILE.jsonl --gamma 4", _IMAGES),
     System("LANTERN: neighbours of image tokens, lossy (2410.03355)", "draft bench --target TARGET --prompts FILE.jsonl --draft DRAFT --temperature 1 --lossy lantern:4:0.3", _RELAXED),
     System("LANTERN++: bounded by the token's own probability, lossy (2502.06352)", "draft bench --target TARGET --prompts FILE.jsonl --draft DRAFT --temperature 1 --lossy lantern++:4:3", _RELAXED),
     System("GSD: groups of image tokens, lossy (2508.07747)", "draft bench --target TARGET --prompts FILE.jsonl --draft DRAFT --temperature 1 --lossy gsd", _RELAXED),

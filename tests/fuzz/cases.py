@@ -9,12 +9,14 @@ import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from tests.fuzz import hostile, mutations, recipes, tables, tensors
+from tests.fuzz import images as pictures
 from tests.fuzz.running import Outcome
 from tests.fuzz.world import ADAPTERS, CLASSES, WORDS, World
 
@@ -295,6 +297,29 @@ def prompts(world: World, folder: Path, rng: random.Random) -> Case:
     return Case(["draft", "bench", "--target", str(world.llama), "--prompts", path.name, *options], check)
 
 
+def images(world: World, folder: Path, rng: random.Random) -> Case:
+    """Images of prompts and conversations: damaged files, and parts of messages that are none."""
+    parts = pictures.damaged(folder, rng)
+    pictures.write_rows(folder, parts, world.sees)
+    arguments = rng.choice(list(pictures.commands(world.sees, parts).values()))
+
+    def check(outcome: Outcome) -> str:
+        from PIL import Image
+
+        named = [path for option, path in pairwise(arguments) if option == "--image"]
+        if not named:
+            written = json.loads((folder / "chats.jsonl").read_text().splitlines()[0])
+            parts = written["messages"][0]["content"]
+            named = [part["path"] for part in parts if part.get("type") == "image"]
+        for path in named:
+            with Image.open(folder / path) as image:
+                if arguments[0] != "validate":  # which reads no pixels
+                    image.load()  # an error here: what was accepted is no image
+        return ""
+
+    return Case(arguments, check, (folder / "out",))
+
+
 def heads(world: World, folder: Path, rng: random.Random) -> Case:
     """Medusa heads, drafting: whatever they are, the text is the target's own."""
     place = _copied(world.heads, folder / "heads")
@@ -440,6 +465,7 @@ CLASSES_OF_INPUT: dict[str, tuple[Callable[[World, Path, random.Random], Case], 
     "heads": (heads, 0.03),
     "merge report": (report, 0.02),
     "run": (run, 0.02),
-    "paths": (paths, 0.06),
+    "paths": (paths, 0.03),
+    "images": (images, 0.03),
     "mark": (mark, 0.02),
 }

@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.fuzz import campaign, cases, recipes, tables
+from tests.fuzz import campaign, cases, images, recipes, tables
 from tests.fuzz.cases import CLASSES_OF_INPUT
+from tests.fuzz.running import in_process
+from tests.image_models import save_vision_language
 
 
 def test_a_few_inputs_of_each_class() -> None:
@@ -43,6 +45,29 @@ def test_every_write_of_every_command_fails_once() -> None:
     done = subprocess.run(swept, capture_output=True, text=True, cwd=cases.ROOT, timeout=3600, check=False)
     print(done.stdout)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
+
+
+@pytest.fixture(scope="module")
+def sees(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_vision_language("llava", tmp_path_factory.mktemp("sees") / "model")
+
+
+@pytest.mark.parametrize("kind", images.BAD)
+def test_a_bad_image_is_one_error(kind: str, sees: Path, tmp_path: Path) -> None:
+    parts = [images.BAD[kind](tmp_path)]
+    images.write_rows(tmp_path, parts, sees)
+    for name, arguments in images.commands(sees, parts).items():
+        outcome = in_process(arguments, tmp_path)
+        assert outcome.status == 2 and not outcome.fault, f"{name}: {outcome.status} {outcome.fault} {outcome.err}"
+        assert outcome.err.count("error:") == 1, outcome.err
+
+
+def test_too_many_image_tokens_are_one_error(sees: Path, tmp_path: Path) -> None:
+    parts = [images.sound(tmp_path)] * 40  # of 16 tokens each, and the model has 512 positions
+    images.write_rows(tmp_path, parts, sees)
+    for arguments in ({**images.commands(sees, parts), "show": ["run", "chat.yaml"]}).values():
+        outcome = in_process(arguments, tmp_path)
+        assert outcome.status == 2 and not outcome.fault, outcome.err
 
 
 def test_an_input_is_made_from_seed_and_number_alone() -> None:

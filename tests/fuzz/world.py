@@ -16,6 +16,7 @@ from tokenizers.pre_tokenizers import Whitespace
 import peftlab
 from peftlab.checkpoints.adapter import save_adapter
 from peftlab.methods.inject import make_config, trainable_parameters
+from tests.image_models import save_vision_language
 
 WORDS = ["good", "bad", "film", "plot", "dull", "fine", "the", "a", "was", "very", "and", "not"]
 SPECIAL = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]", "bos_token": "[BOS]"}
@@ -84,6 +85,11 @@ class World:
         return self.root / "heads"
 
     @property
+    def sees(self) -> Path:
+        """A model of images and text, with its processor."""
+        return self.root / "sees"
+
+    @property
     def merge(self) -> Path:
         """``base`` with the adapter ``lora`` merged into it."""
         return self.root / "merged"
@@ -120,6 +126,7 @@ def build(root: Path) -> World:
     from peftlab.checkpoints.merge import merge_checkpoint
 
     merge_checkpoint(world.adapter("lora"), world.base, world.merge)
+    save_vision_language("llava", world.sees)
     (world.root / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in TEXTS[:3]))
     return world
 

@@ -14,6 +14,7 @@ import torch
 from transformers import AutoImageProcessor, AutoModelForImageClassification, AutoModelForImageTextToText
 
 import peftlab
+from peftlab.checkpoints.merge_plan import MergeOptions
 from peftlab.checkpoints.tensors import read_tensors
 from peftlab.errors import PeftlabError
 from peftlab.models.load import load_processor
@@ -171,9 +172,14 @@ def talked(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return values, place / "run", tiny.run(values)
 
 
-def test_examples_with_images_are_the_processors_own(talked: Any) -> None:
+@pytest.fixture(scope="module")
+def task(talked: Any) -> Any:
+    """What the recipe trains, read once more; no test changes it."""
+    return load_task(FinetuneRecipe.model_validate(talked[0]))
+
+
+def test_examples_with_images_are_the_processors_own(talked: Any, task: Any) -> None:
     values, _, _ = talked
-    task = load_task(FinetuneRecipe.model_validate(values))
     tokenizer = task.processor.tokenizer
     special = {tokenizer.convert_tokens_to_ids(VISION_LANGUAGE[Path(values["model"]).parent.name[:-1]]["image"])}
     for i in range(len(task.train)):
@@ -191,9 +197,7 @@ def test_examples_with_images_are_the_processors_own(talked: Any) -> None:
         assert bool(seen) == bool(row["images"]) and not any(seen)
 
 
-def test_the_loss_is_that_of_the_models_own_logits(talked: Any) -> None:
-    values, _, _ = talked
-    task = load_task(FinetuneRecipe.model_validate(values))
+def test_the_loss_is_that_of_the_models_own_logits(task: Any) -> None:
     batch = task.collate([task.train[i] for i in range(4)])
     with torch.no_grad():
         loss = task.loss(task.model, batch)
@@ -214,9 +218,8 @@ def test_the_language_part_is_adapted_and_every_tensor_kept(talked: Any) -> None
     assert changed and all("layers" in name and "vision" not in name and "visual" not in name for name in changed)
 
 
-def test_transformers_and_peft_load_a_model_that_sees(talked: Any) -> None:
+def test_transformers_and_peft_load_a_model_that_sees(talked: Any, task: Any) -> None:
     values, run, _ = talked
-    task = load_task(FinetuneRecipe.model_validate(values))
     batch = model_inputs(task.collate([task.train[i] for i in range(3)]))
     base = AutoModelForImageTextToText.from_pretrained(values["model"])
     merged = AutoModelForImageTextToText.from_pretrained(run / "merged").eval()
@@ -253,6 +256,33 @@ def test_full_finetuning_leaves_out_what_the_model_does_not_read(llava: Path) ->
     }  # fmt: skip
     results = tiny.run(values)
     assert results["steps"] == 3 and 0 < results["trainable_parameters"] < results["total_parameters"]
+
+
+def test_a_base_in_four_bits_that_sees_trains_saves_and_merges(llava: Path) -> None:
+    """Every tensor is in what is merged, either way; rows that bitsandbytes misreads, here of what sees, stay whole."""
+    pytest.importorskip("bitsandbytes")
+    place = llava.parent / "nf4"
+    wide = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
+    file = chats(llava.parent / "nf4.jsonl", llava.parent / "digits", n=6)
+    values = {
+        "model": str(save_vision_language("llava", place / "model", wide)), "base": {"dtype": "nf4"}, "task": "text/chat",
+        "data": {"path": str(file), "validation": 2}, "method": {"name": "lora", "r": 2}, "output_dir": str(place / "run"),
+        "train": {"max_steps": 3, "batch_size": 3, "max_length": 256, "lr": 1e-2, "warmup": 0.0},
+    }  # fmt: skip
+    results = tiny.run(values)
+    assert results["steps"] == 3 and results["merge"]["max_logit_difference"] < 1e-3
+    peftlab.run_merge(place / "run", out=place / "original", options=MergeOptions(into="original"), verify=False)
+    places = (place / "model", place / "run" / "merged", place / "original")
+    base, dequantised, original = (read_tensors(folder / "model.safetensors")[0] for folder in places)
+    assert base.keys() == dequantised.keys() == original.keys()
+    rounded, changed = (
+        {name for name in base if not torch.equal(base[name], found[name])} for found in (dequantised, original)
+    )
+    assert len(changed) == 14 and all("layers" in name and "vision" not in name for name in changed)
+    assert rounded == {*changed, "multi_modal_projector.linear_2.weight"}, "of what is not adapted, rows of 64"
+    plain = AutoModelForImageTextToText.from_pretrained(place / "model")
+    adapted = peft.PeftModel.from_pretrained(plain, str(place / "run" / "adapter"))
+    assert sum("lora_A" in name for name, _ in adapted.named_parameters()) == 14
 
 
 def said(content: Any, answer: Any = "0") -> list[dict[str, Any]]:
