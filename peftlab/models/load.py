@@ -244,10 +244,15 @@ def language_model_class(config: PretrainedConfig) -> str:
 
 
 def sees_images(config: PretrainedConfig) -> bool:
-    """Return whether a configuration is that of a decoder that reads images and text."""
+    """Return whether a configuration is that of a decoder that reads images and text.
+
+    Where a class for text alone loads the same checkpoint (Qwen3.5), that one is the language model.
+    """
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as OF_TEXT
     from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as CLASSES
 
-    return config.model_type in CLASSES and not config.is_encoder_decoder
+    seeing = CLASSES.get(config.model_type)
+    return seeing is not None and OF_TEXT.get(config.model_type, seeing) == seeing and not config.is_encoder_decoder
 
 
 def load_tokenizer(reference: str, *, revision: str | None = None, **options: object) -> PreTrainedTokenizerBase:
