@@ -40,12 +40,13 @@ class SeeingEmbedding(nn.Embedding):
         size, width = embedding.weight.shape
         super().__init__(size, width, padding_idx=embedding.padding_idx, device="meta")
         self.weight = embedding.weight
+        self.__dict__["_own"] = embedding  # of a class that may scale its rows; no module of this one's: same keys
         self._read = read
         self._states = OrderedDict[int, Tensor]()
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the embeddings of ids [b, n], [b, n, H]."""
-        rows = super().forward(text_id(input))
+        rows: Tensor = self._own(text_id(input))
         if not bool((input >= LIMIT).any()):
             return rows
         rows = rows.clone()

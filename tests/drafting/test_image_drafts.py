@@ -87,6 +87,17 @@ def test_models_that_place_or_mask_images_otherwise_are_refused(name: str, place
         opened(name, place)
 
 
+def test_texts_alone_are_read_as_before(place: Path) -> None:
+    """By a model whose embeddings scale their rows, too (Gemma 3)."""
+    reference = str(save_vision_language("gemma3", place / "gemma3-text"))
+    model, _ = load_model(reference, "AutoModelForImageTextToText")
+    ids = torch.arange(3, 12)[None]
+    with torch.no_grad():
+        expected, names = model(input_ids=ids).logits, model.state_dict().keys()
+        ImagePrompts(reference).attach(model)
+        assert torch.equal(model(input_ids=ids).logits, expected) and model.state_dict().keys() == names
+
+
 def test_what_a_draft_reads_of_an_image() -> None:
     one, other = 7 * LIMIT + 5, 9 * LIMIT + 5
     ids = [1, one, one, one, one, one, 2, other, other, 3]
