@@ -22,9 +22,9 @@ from torch import Tensor
 from peftlab.decoding import kernels
 from peftlab.decoding.cache import Block, KVCache, Output
 from peftlab.decoding.flat import FlatEngine, LayerStructure, Norm, Structure, fold_heads, softcap, unfold_heads
-from peftlab.decoding.kernels import ADD, ATTEND, GATED, LANES, NORM, PRODUCT, ROTATE, STORE
+from peftlab.decoding.kernels import ADD, ATTEND, GATED, NORM, PRODUCT, ROTATE, STORE
 from peftlab.decoding.packed import Products
-from peftlab.decoding.tiled import TiledWeight, tile_linears
+from peftlab.decoding.tiled import LANES, TiledWeight, tile_linears
 
 MOST_TOKENS = 32
 """New tokens of a sequence at most whose attention is an instruction."""
@@ -32,30 +32,6 @@ _STATES, _NORMED, _HEADS, _ATTENDED, _RAISED, _LOGITS, _SUMS = range(kernels.BUF
 _LAYER = 8  # instructions of a layer, of which the first five are its attention
 _ATTENTION = 5
 Numbers = NDArray[np.int64] | NDArray[np.float32]
-
-
-def can_compile(structure: Structure) -> bool:
-    """Return whether a decoder in float32 is built as Llama is, with sizes that vectors divide."""
-    gated = structure.gated and structure.activation is F.silu and not structure.parallel
-    whole = structure.dim % LANES == 0 and _is_plain(structure.norm) and structure.head.addition is None
-    return gated and whole and all(_can_compile_layer(layer, structure.dim) for layer in structure.layers)
-
-
-def _can_compile_layer(layer: LayerStructure, dim: int) -> bool:
-    linears = [*layer.qkv, layer.out, *layer.up, layer.down]
-    heads = [norm for norm in (layer.queries, layer.keys) if norm is not None]
-    return (
-        all(linear.addition is None and linear.weight.shape[1] % LANES == 0 for linear in linears)
-        and layer.before_attention is not None
-        and layer.before_mlp is not None
-        and layer.after_attention is layer.after_mlp is layer.cap is None
-        and all(map(_is_plain, [layer.before_attention, layer.before_mlp, *heads]))
-        and all(norm.weight.numel() == dim for norm in heads)
-    )
-
-
-def _is_plain(norm: Norm) -> bool:
-    return not norm.centred and norm.bias is None and norm.weight.numel() % LANES == 0
 
 
 class CompiledEngine(FlatEngine):

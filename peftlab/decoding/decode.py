@@ -475,7 +475,7 @@ def decode(
         generator = torch.Generator().manual_seed(sampling.seed + index)  # on the CPU: no synchronisation with a device
         source, begun = ([], list(prompt)) if target.encoder is None else (list(prompt), list(target.encoder.start))
         images = begun if max(begun) >= LIMIT else []
-        begun = [text_id(token) for token in begun]
+        begun = [text_id(token) for token in begun] if images else begun
         row = Row(index, len(rows), begun, len(begun), policy(), generator, source, images)
         if _remaining_tokens(target, row, stopping) > 0:
             rows.append(row)
@@ -501,7 +501,8 @@ def _check(target: Engine, prompts: Sequence[Sequence[int]], stopping: StoppingC
             raise PeftlabError(f"prompt {i}: empty; give at least one token, such as the tokenizer's BOS")
         if limit is not None and len(prompt) > limit:
             raise PeftlabError(f"prompt {i}: {len(prompt)} tokens, but the model's context is {limit}")
-        if not (min(prompt) >= 0 and max(map(text_id, prompt)) < target.vocab_size):
+        tokens = [text_id(token) for token in prompt] if max(prompt) >= LIMIT else prompt
+        if not (min(tokens) >= 0 and max(tokens) < target.vocab_size):
             wrong = next(t for t in prompt if not 0 <= text_id(t) < target.vocab_size)
             raise PeftlabError(f"prompt {i}: token {wrong} is outside the vocabulary of {target.vocab_size}")
     if pool is not None and pool < 1:

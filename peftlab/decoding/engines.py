@@ -26,6 +26,7 @@ from functools import partial
 from types import SimpleNamespace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache, EncoderDecoderCache, PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
@@ -45,8 +46,9 @@ from peftlab.decoding.cache import (
     right_padded,
     shape_of,
 )
-from peftlab.decoding.flat import FlatEngine, Structure, structure_of
+from peftlab.decoding.flat import FlatEngine, LayerStructure, Norm, Structure, structure_of
 from peftlab.decoding.recurrent import HYBRIDS, MIXERS, HybridEngine, RecurrentEngine
+from peftlab.decoding.tiled import LANES
 from peftlab.errors import PeftlabError
 from peftlab.models.quantised import int8_maps, unquantised_inputs
 from peftlab.untyped import Unwrapped
@@ -117,14 +119,38 @@ def compiled_engine(model: PreTrainedModel, structure: Structure) -> type[FlatEn
     Args:
         model: to decode. structure: its own.
     """
-    if model.device.type != "cpu" or model.dtype != torch.float32:
+    if model.device.type != "cpu" or model.dtype != torch.float32 or not can_compile(structure):
         return None
     try:
-        from peftlab.decoding.compiled import CompiledEngine, can_compile
+        from peftlab.decoding.compiled import CompiledEngine
     except (ImportError, AttributeError, OSError, RuntimeError):
         # No numba; a torch without GNU's functions of OpenMP; no directory where numba may keep what it compiles.
         return None
-    return CompiledEngine if can_compile(structure) else None
+    return CompiledEngine
+
+
+def can_compile(structure: Structure) -> bool:
+    """Return whether a decoder in float32 is built as Llama is, with sizes that vectors divide."""
+    gated = structure.gated and structure.activation is F.silu and not structure.parallel
+    whole = structure.dim % LANES == 0 and _is_plain(structure.norm) and structure.head.addition is None
+    return gated and whole and all(_can_compile_layer(layer, structure.dim) for layer in structure.layers)
+
+
+def _can_compile_layer(layer: LayerStructure, dim: int) -> bool:
+    linears = [*layer.qkv, layer.out, *layer.up, layer.down]
+    heads = [norm for norm in (layer.queries, layer.keys) if norm is not None]
+    return (
+        all(linear.addition is None and linear.weight.shape[1] % LANES == 0 for linear in linears)
+        and layer.before_attention is not None
+        and layer.before_mlp is not None
+        and layer.after_attention is layer.after_mlp is layer.cap is None
+        and all(map(_is_plain, [layer.before_attention, layer.before_mlp, *heads]))
+        and all(norm.weight.numel() == dim for norm in heads)
+    )
+
+
+def _is_plain(norm: Norm) -> bool:
+    return not norm.centred and norm.bias is None and norm.weight.numel() % LANES == 0
 
 
 def _make_trial(make: type[Trial], model: PreTrainedModel | Decoder, name: str) -> Trial:

@@ -26,15 +26,13 @@ from numba.core import cgutils
 from numba.extending import models, register_model
 from numpy.typing import NDArray
 
+from peftlab.decoding.tiled import BF16, F16, F32, INT8, LANES
 from peftlab.untyped import Compiled
 
-LANES = 16
 PRODUCT, NORM, ROTATE, ATTEND = range(4)
 """Kinds of instructions."""
 STORE, ADD, GATED = range(3)
 """What a product does with its sums: keep them, add them to what is there, or silu(gate) * factor of pairs of tiles."""
-F32, BF16, F16, INT8, UINT4 = range(5)
-"""Forms of tiled weights."""
 BUFFERS = 7
 """How many tables of rows a block has."""
 

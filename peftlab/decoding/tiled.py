@@ -15,8 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from peftlab.decoding.kernels import BF16, F16, F32, INT8, LANES, UINT4
 from peftlab.decoding.packed import Linear, coded_weight, float16_scale
+
+LANES = 16
+"""Outputs of a tile: the numbers of a vector."""
+F32, BF16, F16, INT8, UINT4 = range(5)
+"""Forms of tiled weights."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +28,7 @@ class TiledWeight:
     """A linear map with its weight [N, K] in tiles; the tensors keep the memory that instructions name.
 
     Attributes:
-        form: of its numbers, see ``kernels.py``. inputs: K. tiles: N / 16, rounded up.
+        form: of its numbers. inputs: K. tiles: N / 16, rounded up.
         codes: [tiles, K / 2, 2, 16], in which UINT4 has the 2 in a byte. factor: what sums are multiplied by.
         bias: [16 tiles]. size: inputs of a block. least: what is to be added to each code.
         scales, minima: [tiles, K / size, 16]; None where they are 1 and 0.

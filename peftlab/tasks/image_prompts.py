@@ -40,13 +40,14 @@ class SeeingEmbedding(nn.Embedding):
         size, width = embedding.weight.shape
         super().__init__(size, width, padding_idx=embedding.padding_idx, device="meta")
         self.weight = embedding.weight
-        self.__dict__["_own"] = embedding  # of a class that may scale its rows; no module of this one's: same keys
+        # Its class may scale rows (Gemma's). It is called by a method, so that it is no module of this one: same keys.
+        self._rows = embedding.forward
         self._read = read
         self._states = OrderedDict[int, Tensor]()
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the embeddings of ids [b, n], [b, n, H]."""
-        rows: Tensor = self._own(text_id(input))
+        rows = self._rows(text_id(input))
         if not bool((input >= LIMIT).any()):
             return rows
         rows = rows.clone()

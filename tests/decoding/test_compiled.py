@@ -62,15 +62,15 @@ def some_weight(form: str, outputs: int, groups: int, seed: int) -> Tensor:
 
 
 FORMS = {
-    "f32": (kernels.F32, "weights in 32 bits"),
-    "bf16": (kernels.BF16, "weights in 16 bits"),
-    "f16": (kernels.F16, "weights in 16 bits"),
-    "q8_0": (kernels.INT8, "8-bit blocks of 32"),
-    "q4_0": (kernels.UINT4, "4-bit blocks of 32"),
-    "q4_1": (kernels.UINT4, "4-bit blocks of 32"),
-    "q5_1": (kernels.INT8, "5-bit blocks of 32"),
-    "scales in 32 bits": (kernels.INT8, "8-bit blocks of 32"),
-    "int8 rows": (kernels.INT8, "8-bit rows"),
+    "f32": (tiled.F32, "weights in 32 bits"),
+    "bf16": (tiled.BF16, "weights in 16 bits"),
+    "f16": (tiled.F16, "weights in 16 bits"),
+    "q8_0": (tiled.INT8, "8-bit blocks of 32"),
+    "q4_0": (tiled.UINT4, "4-bit blocks of 32"),
+    "q4_1": (tiled.UINT4, "4-bit blocks of 32"),
+    "q5_1": (tiled.INT8, "5-bit blocks of 32"),
+    "scales in 32 bits": (tiled.INT8, "8-bit blocks of 32"),
+    "int8 rows": (tiled.INT8, "8-bit rows"),
 }
 
 
