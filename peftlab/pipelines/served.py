@@ -12,6 +12,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -98,15 +99,33 @@ class Completion:
 class EngineServer(ABC):
     """A server of completions that counts what it drafts.
 
-    Attributes:
-        name: of the engine. url: of the server.
+    Args:
+        url: of the server. process: which serves it, if it was started here.
     """
 
     name: str
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, process: ServerProcess | None = None) -> None:
         self.url = url
         self.client = httpx2.Client(timeout=_START)
+        self._process = process
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """Let a server that was started here run within the context and pause it afterwards.
+
+        Servers that are measured in turn do not take each other's cores: an engine that has nothing to do may wait for
+        work in a loop.
+        """
+        if self._process is None:
+            yield
+            return
+        self._process.send(signal.SIGCONT)
+        self.request("/health")
+        try:
+            yield
+        finally:
+            self._process.send(signal.SIGSTOP)
 
     def request(self, path: str, body: Mapping[str, Json] | None = None) -> str:
         """Return the server's answer to a POST of ``body``, or to a GET.
@@ -150,8 +169,8 @@ class VllmServer(EngineServer):
 
     name = VLLM
 
-    def __init__(self, url: str) -> None:
-        super().__init__(url)
+    def __init__(self, url: str, process: ServerProcess | None = None) -> None:
+        super().__init__(url, process)
         rows = typed_value(self.json("/v1/models"), "data", list, f"{url}/v1/models")
         self._model = next((row["id"] for row in rows if isinstance(row, dict) and row.get("id")), None)
 
@@ -267,11 +286,12 @@ def measure_in_engine(
             commands = prepare(target, draft, dtype, (0, gamma), length, directory)
             command = shlex.join(commands[1])
             with Phase(f"starting {engine}, with the draft and without it"):
-                baseline = client(stack.enter_context(started(commands[0], directory / "plain.log")))
-                drafted = client(stack.enter_context(started(commands[1], directory / "draft.log")))
+                baseline = client(*stack.enter_context(started(commands[0], directory / "plain.log")))
+                drafted = client(*stack.enter_context(started(commands[1], directory / "draft.log")))
         servers = [drafted, *([baseline] if baseline is not None else [])]
         for server in servers:
-            server.complete(questions[0].ids, max_new_tokens)
+            with server.turn():
+                server.complete(questions[0].ids, max_new_tokens)
         seconds: list[list[list[float]]] = [[[] for _ in questions] for _ in servers]
         last: list[list[Completion]] = [[], []]
         passes = [(repeat, i) for repeat in range(repeats) for i in range(len(questions))]
@@ -280,10 +300,12 @@ def measure_in_engine(
                 last = [[] for _ in servers]
             order = [*range(len(servers))]
             for which in order if (i + repeat) % 2 else order[::-1]:
-                done = servers[which].complete(questions[i].ids, max_new_tokens)
+                with servers[which].turn():
+                    done = servers[which].complete(questions[i].ids, max_new_tokens)
                 seconds[which][i].append(done.seconds)
                 last[which].append(done)
-        version = drafted.version() if engine != LLAMA_CPP else f"xllamacpp {_package_version('xllamacpp')}"
+        with drafted.turn():
+            version = drafted.version() if engine != LLAMA_CPP else f"xllamacpp {_package_version('xllamacpp')}"
     mine = Timings([len(done.tokens) for done in last[0]], seconds[0])
     other = mine if baseline is None else Timings([len(done.tokens) for done in last[1]], seconds[1])
     intervals, speedup = rate_intervals(mine, other), mine.rate() / other.rate()
@@ -346,20 +368,22 @@ def step_seconds_in_engine(
     with tempfile.TemporaryDirectory(prefix="peftlab-engine-") as place:
         directory, length = Path(place), context + _TIMED + max_gamma + 1
         plain, *drafted = prepare(target, draft, dtype, range(max_gamma + 1), length, directory)
-        with started(plain, directory / "plain.log") as url:
-            baseline = client(url)
+        with started(plain, directory / "plain.log") as (url, process):
+            baseline = client(url, process)
             for gamma, command in counted([*enumerate(drafted, start=1)], f"steps in {engine}", max_gamma, "length"):
-                with started(command, directory / f"draft-{gamma}.log") as url:
-                    server = client(url)
+                with started(command, directory / f"draft-{gamma}.log") as (url, process):
+                    server = client(url, process)
                     pairs = [(_step(baseline, ids), _step(server, ids)) for _ in range(repeats + 1)]
                 found.append(([each for each, _ in pairs[1:]], [each for _, each in pairs[1:]]))
-            version = baseline.version() if engine == VLLM else f"xllamacpp {_package_version('xllamacpp')}"
+            with baseline.turn():
+                version = baseline.version() if engine == VLLM else f"xllamacpp {_package_version('xllamacpp')}"
     return f"{engine} ({version})", found
 
 
 def _step(server: EngineServer, ids: Sequence[int]) -> float:
     """Return the seconds of a step, drafting included, of a completion of ``_TIMED`` tokens."""
-    first, whole = (server.complete(ids, count, ignore_eos=True) for count in (1, _TIMED))
+    with server.turn():
+        first, whole = (server.complete(ids, count, ignore_eos=True) for count in (1, _TIMED))
     if len(whole.tokens) < _TIMED or whole.seconds <= first.seconds:
         raise PeftlabError(f"engine {server.url}: {len(whole.tokens)} tokens took no longer than one; nothing is timed")
     return (whole.seconds - first.seconds) / (whole.counters.steps or _TIMED - 1)
@@ -522,23 +546,40 @@ _STARTED: dict[str, tuple[_Commands, type[EngineServer]]] = {
     LLAMA_CPP: (_llama_commands, LlamaServer),
 }
 _PORT = "PORT"  # stands for the port in a command
-# Ends a server with all its processes when standard input ends: when this process does, however it was killed.
+# Ends a server with all its processes when standard input ends: when this process does, however it was killed. Until
+# then it sends them the signals that standard input names.
 _GUARD = """
 import os, signal, subprocess, sys, threading, time
 server = subprocess.Popen(sys.argv[1:], stdin=subprocess.PIPE, start_new_session=True)
 def wait():
-    sys.stdin.read()
+    for line in sys.stdin:
+        os.killpg(server.pid, int(line))
     for number in signal.SIGTERM, signal.SIGKILL:
         os.killpg(server.pid, number)
+        os.killpg(server.pid, signal.SIGCONT)  # a paused process receives no other signal
         time.sleep(15)
 threading.Thread(target=wait, daemon=True).start()
 sys.exit(server.wait())
 """
 
 
+class ServerProcess:
+    """The processes of a server that was started here; ``guard`` starts, pauses and ends them."""
+
+    def __init__(self, guard: subprocess.Popen[bytes]) -> None:
+        self._guard = guard
+
+    def send(self, number: signal.Signals) -> None:
+        """Send them a signal."""
+        assert self._guard.stdin is not None
+        with suppress(BrokenPipeError):  # it has ended, which its client says better
+            self._guard.stdin.write(b"%d\n" % number)
+            self._guard.stdin.flush()
+
+
 @contextmanager
-def started(command: Sequence[str], log: Path) -> Iterator[str]:
-    """Start a server on a free port and yield its URL once it answers; stop it afterwards.
+def started(command: Sequence[str], log: Path) -> Iterator[tuple[str, ServerProcess]]:
+    """Start a server on a free port and yield its URL once it answers, with its processes; stop it afterwards.
 
     Args:
         command: with ``_PORT`` in place of the port. log: file of what it prints.
@@ -551,20 +592,21 @@ def started(command: Sequence[str], log: Path) -> Iterator[str]:
         port = str(free.getsockname()[1])
     environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", **os.environ}
     with log.open("wb") as output:
-        process = subprocess.Popen(
+        guard = subprocess.Popen(
             [sys.executable, "-c", _GUARD, *(part.replace(_PORT, port) for part in command)],
             stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT, start_new_session=True, env=environment,
         )  # fmt: skip
         try:
             url = f"http://127.0.0.1:{port}"
-            _wait_until_healthy(url, process, log)
-            yield url
+            _wait_until_healthy(url, guard, log)
+            yield url, ServerProcess(guard)
         finally:
-            assert process.stdin is not None
-            process.stdin.close()
+            assert guard.stdin is not None
+            with suppress(BrokenPipeError):
+                guard.stdin.close()
             with suppress(subprocess.TimeoutExpired):
-                process.wait(30)
-            process.kill()
+                guard.wait(30)
+            guard.kill()
 
 
 def _wait_until_healthy(url: str, process: subprocess.Popen[bytes], log: Path) -> None:

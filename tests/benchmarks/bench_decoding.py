@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -166,11 +166,13 @@ def show(run: Comparison, drafters: Iterable[str], title: str) -> None:
         )
 
 
-Complete = Callable[[Question, int], list[int]]
-"""Returns the greedy output of a question with so many new tokens."""
+Complete = Callable[[Question, int], tuple[list[int], float]]
+"""Returns the greedy output of a question with so many new tokens, and the seconds that it took."""
+Way = tuple[Callable[[], AbstractContextManager[None]], Complete]
+"""A context in which an engine runs, and how it decodes: out of its turn a server is paused."""
 
 
-def ways(stack: ExitStack, target: str, place: Path, storage: str) -> dict[str, Complete]:
+def ways(stack: ExitStack, target: str, place: Path, storage: str) -> dict[str, Way]:
     """Return what decodes with weights in a type of GGUF: peftlab, llama.cpp, and in 16 bits vLLM and transformers.
 
     Args:
@@ -182,27 +184,41 @@ def ways(stack: ExitStack, target: str, place: Path, storage: str) -> dict[str, 
     file = place / f"{storage}.gguf"
     write_model(model, place / "target", file, storage)
     length = LONGEST + NEW + 1
-    llama = LlamaServer(stack.enter_context(started(llama_command(file, length, {}), place / "llama.log")))
-    found: dict[str, Complete] = {"llama.cpp": partial(served, llama)}
+    llama = LlamaServer(*stack.enter_context(started(llama_command(file, length, {}), place / "llama.log")))
+    found: dict[str, Way] = {"llama.cpp": (llama.turn, partial(served, llama))}
     if storage == "bf16":
         command = vllm_command(str(place / "target"), "bf16", length)
-        found["vLLM"] = partial(served, VllmServer(stack.enter_context(started(command, place / "vllm.log"))))
-        found[GENERATE] = partial(generated, model)
-        found["peftlab, sums in bf16"] = partial(decoded, load_pair(str(file), dtype=torch.bfloat16).target, None)
+        vllm = VllmServer(*stack.enter_context(started(command, place / "vllm.log")))
+        found["vLLM"] = (vllm.turn, partial(served, vllm))
+        found[GENERATE] = (nullcontext, timed(partial(generated, model)))
+        in_bf16 = load_pair(str(file), dtype=torch.bfloat16).target
+        found["peftlab, sums in bf16"] = (nullcontext, timed(partial(decoded, in_bf16, None)))
     pair = load_pair(str(file))
     print(f"{storage}: peftlab's step: {pair.target.kind}")
-    found["peftlab"] = partial(decoded, pair.target, None)
+    found["peftlab"] = (nullcontext, timed(partial(decoded, pair.target, None)))
     reference = os.environ.get("PEFTLAB_DRAFT")
     if storage == "bf16" and reference is not None:
         pair = load_pair(str(file), reference)
         for name in ("draft", SUFFIX_AND_DRAFT):
-            found[f"peftlab, {name}"] = partial(decoded, pair.target, partial(make_drafter, name, pair))
+            drafted = partial(decoded, pair.target, partial(make_drafter, name, pair))
+            found[f"peftlab, {name}"] = (nullcontext, timed(drafted))
     return found
 
 
-def served(server: LlamaServer | VllmServer, question: Question, new: int) -> list[int]:
-    """Return an engine's output."""
-    return server.complete(question.ids, new, ignore_eos=True).tokens
+def served(server: LlamaServer | VllmServer, question: Question, new: int) -> tuple[list[int], float]:
+    """Return an engine's output, and the seconds of the request."""
+    done = server.complete(question.ids, new, ignore_eos=True)
+    return done.tokens, done.seconds
+
+
+def timed(complete: Callable[[Question, int], list[int]]) -> Complete:
+    """Return what decodes in this process, with its seconds."""
+
+    def run(question: Question, new: int) -> tuple[list[int], float]:
+        began = time.perf_counter()
+        return complete(question, new), time.perf_counter() - began
+
+    return run
 
 
 def generated(model: Any, question: Question, new: int) -> list[int]:
@@ -231,13 +247,13 @@ def beside_engines(target: str) -> list[Figure]:
             for repeat in range(REPEATS + 1):
                 for i, question in enumerate(asked):
                     for name in [*found][:: 1 if (i + repeat) % 2 else -1]:
-                        began = time.perf_counter()
-                        found[name](question, 1)
-                        first = time.perf_counter()
-                        outputs[name][i] = found[name](question, NEW)
+                        turn, complete = found[name]
+                        with turn():
+                            _, first = complete(question, 1)
+                            outputs[name][i], whole = complete(question, NEW)
                         if repeat:  # the first pass warms up
-                            prompts[name][i].append(first - began)
-                            rest[name][i].append(time.perf_counter() - first - (first - began))
+                            prompts[name][i].append(first)
+                            rest[name][i].append(whole - first)
         tokens = [len(q.ids) for q in asked]
         rates = {name: Timings([NEW - 1] * len(asked), rest[name]) for name in found}
         theirs = rates["llama.cpp"]
