@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
+import math
 import shutil
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -55,9 +54,9 @@ from peftlab.drafting.target import (
     input_embedding,
     unwrapped,
 )
-from peftlab.drafting.text import continuation_mask, weights_digest, write_missing
+from peftlab.drafting.text import continuation_mask, digest, weights_digest
 from peftlab.errors import PeftlabError
-from peftlab.files import Json, replacing, staged_directory, typed_value
+from peftlab.files import LOCK, Json, locked, replacing, staged_directory, typed_value
 from peftlab.methods.base import trainable_dtype
 from peftlab.methods.inject import is_injected
 from peftlab.methods.merging import merge
@@ -592,40 +591,37 @@ def store_states(model: TargetWithNetwork, texts: Sequence[Sequence[int]], cache
     """Compute the states that are not in ``cache`` yet, file by file, and return the states of all texts.
 
     Args:
-        cache: directory of data sets; the states are in one named by a digest of weights, layers and text.
+        cache: directory of data sets; the states are in one named by a digest of weights and layers, whatever texts
+            they were stored with.
         most: GB (1e9 bytes) that they may take.
 
     Raises:
         PeftlabError: they would take more, or the disk has no room for them.
     """
-    distinct = list(dict.fromkeys(map(tuple, texts)))
+    named = {digest(text): tuple(text) for text in texts}
     features = model.network.features
-    known = json.dumps([weights_digest(model.trunk), features, distinct])
-    directory = cache / f"states-{hashlib.sha256(known.encode()).hexdigest()[:16]}"
-    parts = {
-        directory / f"part-{start // _PART:06d}.safetensors": distinct[start : start + _PART]
-        for start in range(0, len(distinct), _PART)
-    }
+    directory = cache / f"states-{digest([weights_digest(model.trunk), features])[:16]}"
+
+    def find() -> dict[str, Tensor]:
+        files = sorted(directory.glob("part-*.safetensors"))
+        return {name: tensor for file in files for name, tensor in map_tensors(file).items() if name in named}
+
+    found = find()
     each = (len(features) + 1) * head_weight(model).shape[1] * torch.bfloat16.itemsize
-    missing = {path: part for path, part in parts.items() if not path.exists()}
-    _check_room(cache, each, _tokens(parts.values()), _tokens(missing.values()), most)
-
-    def write() -> None:
-        left = [path for path in missing if not path.exists()]
-        for path in counted(left, "storing the target's states", len(left), "file"):
-            with replacing(path) as temporary:
-                write_tensors(temporary, _compute_states(model, missing[path]), {})
-
-    write_missing([*parts], write)
-    states: dict[tuple[int, ...], Tensor] = {}
-    for path, part in parts.items():
-        stored = map_tensors(path)
-        states |= {text: stored[str(i)] for i, text in enumerate(part)}
-    return StoredStates(states)
-
-
-def _tokens(parts: Iterable[Sequence[tuple[int, ...]]]) -> int:
-    return sum(len(text) for part in parts for text in part)
+    all_tokens, missing_tokens = sum(map(len, named.values())), sum(len(named[name]) for name in {*named} - {*found})
+    _check_room(cache, each, all_tokens, missing_tokens, most)
+    if len(found) < len(named):
+        # Cells of a table that start together need the same states: one of them computes, the others wait for it.
+        with locked(directory / LOCK, directory, wait=math.inf):
+            found = find()
+            left = [name for name in named if name not in found]
+            parts = [left[start : start + _PART] for start in range(0, len(left), _PART)]
+            for part in counted(parts, "storing the target's states", len(parts), "file"):
+                with replacing(directory / f"part-{digest(part)[:16]}.safetensors") as temporary:
+                    states = _compute_states(model, [named[name] for name in part])
+                    write_tensors(temporary, dict(zip(part, states, strict=True)), {})
+            found = find()
+    return StoredStates({named[name]: states for name, states in found.items()})
 
 
 def _check_room(cache: Path, each: int, tokens: int, missing: int, most: float) -> None:
@@ -641,15 +637,15 @@ def _check_room(cache: Path, each: int, tokens: int, missing: int, most: float) 
         raise PeftlabError(f"draft.store_gb: {size}, but {cache} has room for {free / 1e9:.3g} GB")
 
 
-def _compute_states(model: TargetWithNetwork, texts: Sequence[tuple[int, ...]]) -> dict[str, Tensor]:
-    """Compute the states of each text, [n, F + H] in bfloat16, by the text's number."""
+def _compute_states(model: TargetWithNetwork, texts: Sequence[tuple[int, ...]]) -> list[Tensor]:
+    """Compute the states of each text, [n, F + H] in bfloat16."""
     device = head_weight(model).device
-    found: dict[str, Tensor] = {}
+    found: list[Tensor] = []
     for start in range(0, len(texts), _BATCH):
         some = [torch.tensor(text, device=device) for text in texts[start : start + _BATCH]]
         mask = pad_sequence([torch.ones_like(text) for text in some], batch_first=True)
         states = torch.cat(target_states(model, pad_sequence(some, batch_first=True), mask), -1).bfloat16()
-        found |= {str(start + i): states[i, : len(text)] for i, text in enumerate(some)}
+        found += [states[i, : len(text)] for i, text in enumerate(some)]
     return found
 
 

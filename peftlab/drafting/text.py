@@ -146,7 +146,8 @@ def write_continuations(
 ) -> tuple[Path, list[Request]]:
     """Return the data set's directory and the target's continuations: sample s of prompt i at i·samples + s.
 
-    Part files that exist are read; the others are written, each as soon as its batch is done.
+    Part files that exist are read; the others are written, each as soon as its batch is done. A part is named by its
+    number and a digest of its prompts, so that a longer list of prompts goes on where a shorter one ended.
 
     Args:
         target: a causal language model in eval mode.
@@ -155,12 +156,15 @@ def write_continuations(
     Raises:
         PeftlabError: a prompt is longer than the target's context, or a part is damaged.
     """
-    digest = fingerprint(target, prompts, writing, eos)
-    directory = cache / digest[:16]
-    note = {"fingerprint": digest, **asdict(writing), "prompts": len(prompts), "eos": sorted(eos)}
-    jobs = [prompt for prompt in prompts for _ in range(writing.samples)]
+    known = fingerprint(target, writing, eos)
+    directory = cache / known[:16]
+    note = {"fingerprint": known, **asdict(writing), "eos": sorted(eos)}
+    jobs = [list(prompt) for prompt in prompts for _ in range(writing.samples)]
     batches = {start: jobs[start : start + writing.batch_size] for start in range(0, len(jobs), writing.batch_size)}
-    parts = {start: directory / f"part-{start // writing.batch_size:06d}.jsonl" for start in batches}
+    parts = {
+        start: directory / f"part-{start // writing.batch_size:06d}-{digest(batch)[:16]}.jsonl"
+        for start, batch in batches.items()
+    }
 
     def write() -> None:
         if not (directory / "data.json").exists():
@@ -228,18 +232,19 @@ def check_room(lengths: Sequence[int], limit: int | None, what: str) -> None:
         )
 
 
-def fingerprint(
-    target: nn.Module, prompts: Sequence[Sequence[int]], writing: WritingSettings, eos: frozenset[int]
-) -> str:
-    """Return a digest of all that determines the text: weights, prompts and how it is written.
+def fingerprint(target: nn.Module, writing: WritingSettings, eos: frozenset[int]) -> str:
+    """Return a digest of all that determines a continuation, besides the prompts of its part: weights and settings.
 
     Args:
-        target: gives the weights. prompts: token ids. writing: how it writes. eos: ids that end a continuation.
+        target: gives the weights. writing: how it writes. eos: ids that end a continuation.
     """
-    digest = hashlib.sha256(weights_digest(target).encode())
     settings = {k: v for k, v in asdict(writing).items() if v is not None}
-    digest.update(json.dumps([settings, sorted(eos), [list(p) for p in prompts]], sort_keys=True).encode())
-    return digest.hexdigest()
+    return digest([weights_digest(target), settings, sorted(eos)])
+
+
+def digest(value: object) -> str:
+    """Return SHA-256 of a value as JSON."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 @torch.no_grad()
@@ -248,13 +253,13 @@ def weights_digest(model: nn.Module) -> str:
 
     The state dict has the scales of weights in 8 and 4 bits too, without which their codes say little.
     """
-    digest = hashlib.sha256()
+    running = hashlib.sha256()
     for name, tensor in model.state_dict().items():
         flat = tensor.detach().reshape(-1)
         some = flat[:: max(1, flat.numel() // _SAMPLED)][:_SAMPLED].float().cpu().contiguous()
-        digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
-        digest.update(some.numpy().tobytes())
-    return digest.hexdigest()
+        running.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
+        running.update(some.numpy().tobytes())
+    return running.hexdigest()
 
 
 _TOP_K_PART = 32  # requests per file
@@ -276,9 +281,7 @@ def stored_topk(target: PreTrainedModel, requests: Sequence[Request], k: int, ca
     """
     if not 1 <= k <= len(head_weight(target)):
         raise PeftlabError(f"data.top_k: {k} is outside 1..{len(head_weight(target))}, the vocabulary")
-    text = json.dumps([k, [[r.prompt, r.response] for r in requests]])
-    digest = hashlib.sha256((weights_digest(target) + text).encode()).hexdigest()
-    directory = cache / f"top{k}-{digest[:16]}"
+    directory = cache / f"top{k}-{digest([weights_digest(target), k, [[r.prompt, r.response] for r in requests]])[:16]}"
     parts = {
         directory / f"part-{start // _TOP_K_PART:06d}.safetensors": requests[start : start + _TOP_K_PART]
         for start in range(0, len(requests), _TOP_K_PART)

@@ -52,6 +52,8 @@ def test_resumed_equals_uninterrupted(tmp_path: Path, monkeypatch: Any, temperat
     before = len(calls)
     assert write_continuations(target, PROMPTS, writing, tmp_path / "cut", EOS)[1] == whole
     assert done == 3 and len(calls) == before, "what is on disk is not written again"
+    longer, more = write_continuations(target, [*PROMPTS, [7]], writing, tmp_path / "cut", EOS)
+    assert longer == other and more[: len(whole)] == whole and len(calls) <= before + 2, "but for the part that ends it"
 
 
 def test_greedy_text_is_what_transformers_writes(stories: Path, tmp_path: Path) -> None:
@@ -79,8 +81,9 @@ def test_another_target_or_setting_is_another_data_set(tmp_path: Path) -> None:
 
 def test_a_damaged_part_is_named(tmp_path: Path) -> None:
     directory, _ = write_continuations(tiny(), PROMPTS, WritingSettings(4, batch_size=2), tmp_path, EOS)
-    (directory / "part-000001.jsonl").write_text('{"prompt_ids"')
-    with pytest.raises(PeftlabError, match=r"part-000001\.jsonl: damaged"):
+    (part,) = directory.glob("part-000001-*.jsonl")
+    part.write_text('{"prompt_ids"')
+    with pytest.raises(PeftlabError, match=r"part-000001-\w+\.jsonl: damaged"):
         write_continuations(tiny(), PROMPTS, WritingSettings(4, batch_size=2), tmp_path, EOS)
 
 
