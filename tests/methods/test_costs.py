@@ -72,14 +72,14 @@ def low_rank(n, r, maps, times):
             2 * 2 * (LAYERS * sum(N * (i + o) for i, o in MAPS) + B * 2 * D),
             # layer 0's query, key and value need no gradient of their input
             2 * LAYERS * macs(N, MAPS) - 6 * N * D * D + LAYERS * ATTENTION
-            + low_rank(N, 2, MAPS * LAYERS, 3) - 3 * 2 * N * 2 * D
-            + 2 * macs(B, [(D, D)]) + low_rank(B, 2, [(D, D)], 3) + 4 * macs(B, [(D, 2)]),
+            + low_rank(N, 2, MAPS * LAYERS, 2) - 3 * 2 * N * 2 * D
+            + 2 * macs(B, [(D, D)]) + low_rank(B, 2, [(D, D)], 2) + 4 * macs(B, [(D, 2)]),
         ),
         (
             "lora 1-2",  # the pooler is in no layer: frozen
             2 * 2 * (LAYERS - 1) * sum(N * (i + o) for i, o in MAPS),
             2 * (LAYERS - 1) * macs(N, MAPS) - 6 * N * D * D + (LAYERS - 1) * ATTENTION
-            + low_rank(N, 2, MAPS * (LAYERS - 1), 3) - 3 * 2 * N * 2 * D
+            + low_rank(N, 2, MAPS * (LAYERS - 1), 2) - 3 * 2 * N * 2 * D
             + 2 * macs(B, [(D, D)]) + 4 * macs(B, [(D, 2)]),
         ),
         (

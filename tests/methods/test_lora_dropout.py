@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import peftlab
-from peftlab.methods.lora.functional import dropout, keep_mask, kept, low_rank_linear, threshold
+from peftlab.methods.lora.functional import MASK_BLOCK, decide, dropout, keep_mask, low_rank_linear, threshold
 
 RATES = (0.05, 0.1, 0.3, 0.5, 1 / 3, 0.9, 0.75, 2**-9, 0.999)
 
@@ -33,7 +33,8 @@ def test_what_each_byte_decides(p):
     undecided = []
     for seed in range(40):
         torch.manual_seed(seed)
-        keep = kept(every, p)
+        keep = every.clone()
+        decide(keep, p)
         assert not keep[:bound].any() and keep[bound + 1 :].all()
         torch.manual_seed(seed)
         assert bool(keep[bound]) == (torch.rand(1, dtype=torch.float64).item() >= rest)
@@ -92,6 +93,96 @@ def test_gradients_are_those_of_the_formula():
         torch.testing.assert_close(mine, other)
 
 
+LONG = (2 * MASK_BLOCK + 1000) // 64  # rows of width 64 that make two blocks or more, the last of them shorter
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 0.01)]
+)
+@pytest.mark.parametrize("threads", [1, 2])
+def test_inputs_of_several_blocks_have_the_formulas_gradients(dtype, tolerance, threads):
+    """The dropout of backward is that of forward in each block, and bf16 loses no more than by one product."""
+    generator = torch.Generator().manual_seed(4)
+    x, w, a, b, up = (
+        torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+        for shape in ((LONG, 64), (24, 64), (2, 64), (24, 2), (LONG, 24))
+    )
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        torch.manual_seed(1)
+        y = low_rank_linear(x, w.detach(), None, a, b, 0.5, 0.1)
+        ours = (y, *torch.autograd.grad(y, (x, a, b), up.detach()))
+    finally:
+        torch.set_num_threads(before)
+    torch.manual_seed(1)
+    keep = keep_mask(x, 0.1)
+    exact = [t.detach().double().requires_grad_() for t in (x, a, b)]
+    dropped = exact[0] * keep / 0.9
+    expected = F.linear(exact[0], w.detach().double()) + 0.5 * F.linear(F.linear(dropped, exact[1]), exact[2])
+    theirs = (expected, *torch.autograd.grad(expected, exact, up.detach().double()))
+    for mine, other in zip(ours, theirs, strict=True):
+        assert mine.dtype == dtype
+        assert (mine.double() - other).norm() < tolerance * other.norm()
+
+
+@pytest.mark.parametrize("trains", ["x", "a", "b", "xa", "xb", "ab"])
+def test_each_gradient_alone_is_what_it_is_among_all(trains):
+    def gradients(names: str) -> dict[str, Tensor]:
+        x, w, _, a, b = factors()
+        inputs = {"x": x, "a": a, "b": b}
+        for name, tensor in inputs.items():
+            tensor.requires_grad_(name in names)
+        torch.manual_seed(1)
+        y = low_rank_linear(x, w.detach(), None, a, b, 0.5, 0.3).square().sum()
+        return dict(zip(names, torch.autograd.grad(y, [inputs[name] for name in names]), strict=True))
+
+    every = gradients("xab")
+    for name, gradient in gradients(trains).items():
+        torch.testing.assert_close(gradient, every[name])
+
+
+def test_a_long_mask_keeps_its_law_and_does_not_depend_on_threads():
+    """Parts are drawn one after another; the number of elements is no multiple of a part's, nor of a word's."""
+    like, masks, before = torch.empty(3 * MASK_BLOCK + 13), [], torch.get_num_threads()
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            torch.manual_seed(3)
+            masks.append(keep_mask(like, 0.1))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(*masks)
+    assert masks[0].unique().tolist() == [0, 1]
+    for part in masks[0].double().split(MASK_BLOCK)[:3]:
+        assert abs(part.mean() - 0.9) < 5 * math.sqrt(0.09 / len(part))
+    parts = torch.corrcoef(torch.stack(masks[0].double().split(MASK_BLOCK)[:3])) - torch.eye(3)
+    assert parts.abs().max() < 5 / math.sqrt(MASK_BLOCK)
+
+
+def test_maps_with_the_same_input_have_masks_of_their_own():
+    x = torch.ones(64, 64)
+    a, b = torch.eye(64), torch.eye(64)
+    torch.manual_seed(0)
+    one, other = (low_rank_linear(x, torch.zeros(64, 64), None, a, b, 1.0, 0.5) for _ in range(2))
+    share = (one == other).double().mean()
+    assert abs(share - 0.5) < 5 * math.sqrt(0.25 / x.numel())
+
+
+def test_a_restored_generator_gives_the_same_step():
+    """A resumed run restores the generator's state; the state may lie anywhere between two masks."""
+    x, w, bias, a, b = factors()
+    torch.manual_seed(5)
+    torch.rand(3)
+    state = torch.get_rng_state()
+    steps = []
+    for _ in range(2):
+        torch.set_rng_state(state)
+        y = low_rank_linear(x, w.detach(), bias, a, b, 0.5, 0.3)
+        steps.append((y, *torch.autograd.grad(y.square().sum(), (x, a, b)), torch.get_rng_state()))
+    assert all(torch.equal(one, other) for one, other in zip(*steps, strict=True))
+
+
 def test_checkpointing_draws_the_same_masks_again():
     x, w, bias, a, b = factors()
 
@@ -122,11 +213,12 @@ def kept_bytes(net: nn.Module, x: Tensor) -> int:
 
 
 @pytest.mark.parametrize(
-    ("p", "trains", "per_element"), [(0.0, True, 4), (0.1, True, 5), (0.0, False, 0), (0.1, False, 1)]
+    ("p", "trains", "per_element", "per_row"),
+    [(0.0, "AB", 4, 8), (0.1, "AB", 5, 8), (0.1, "A", 5, 0), (0.1, "B", 1, 8), (0.0, "", 0, 0), (0.1, "", 1, 0)],
 )
-def test_what_a_map_keeps_for_backward(p, trains, per_element):
-    """The input and a byte of mask an element; of a layer that rests, the mask alone."""
+def test_what_a_map_keeps_for_backward(p, trains, per_element, per_row):
+    """The input for A, the r values a row that B multiplies, and a byte of mask an element."""
     net = peftlab.inject_lora(nn.Sequential(nn.Linear(32, 16)), r=2, lora_dropout=p, target_modules=["0"]).train()
-    for parameter in net.parameters():
-        parameter.requires_grad_(parameter.requires_grad and trains)
-    assert kept_bytes(net, torch.randn(8, 32, requires_grad=True)) == 8 * 32 * per_element
+    for side in "AB":
+        net.get_parameter(f"0.lora_{side}").requires_grad_(side in trains)
+    assert kept_bytes(net, torch.randn(8, 32, requires_grad=True)) == 8 * 32 * per_element + 8 * per_row

@@ -14,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import peftlab
 from peftlab import PeftlabError
 from peftlab.methods.inject import trainable_parameters
+from peftlab.methods.lora import functional
 from peftlab.training.recomputation import _contexts, _costly, recompute_activations
 
 IDS = torch.randint(0, 97, (3, 20), generator=torch.Generator().manual_seed(0))
@@ -45,7 +46,10 @@ def loss(model: LlamaForCausalLM, bf16: bool = False) -> Tensor:
     ("dropout", "options"), [(0.0, {}), (0.3, {"lora_dropout": 0.2}), (0.0, {"use_dora": True, "lora_dropout": 0.2})]
 )
 @pytest.mark.parametrize("bf16", [False, True])
-def test_gradients_are_the_same_bit_for_bit(dropout, options, bf16):
+@pytest.mark.parametrize("block", [functional.MASK_BLOCK, 1 << 10])
+def test_gradients_are_the_same_bit_for_bit(dropout, options, bf16, block, monkeypatch):
+    """Also where LoRA's inputs are masked in several blocks."""
+    monkeypatch.setattr(functional, "MASK_BLOCK", block)
     found = []
     for selective in HOW:
         model = llama(selective, dropout, **options)

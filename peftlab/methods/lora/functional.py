@@ -30,6 +30,11 @@ Weight = Tensor | Callable[[torch.dtype], Tensor]
 # as many an operation on them takes two to four times as long; with fewer its start does.
 FOLD_BLOCK = 1 << 17
 
+# Bytes of activations that a thread masks at a time, and of masks that are drawn at a time. A masked copy
+# of a whole input, 12 MB for 2048 tokens of width 1536, is memory that malloc asks of the system at each call and gives
+# back after it, and the system clears its pages each time: five times the work of the product that reads the copy.
+MASK_BLOCK = 1 << 20
+
 
 def low_rank_linear(
     x: Tensor,
@@ -80,8 +85,8 @@ class LowRankLinear(Function):
 
     Shapes: x (N, in), W (out, in), b (out) or None, A (r, in), B (out, r), keep (N, in) uint8 of 0 and 1 or None.
 
-    For backward it keeps x (where A or B trains), A, B and the dropout mask as one byte an element: x·Aᵀ is computed
-    again, W is held by the layer in any case, and both products add into one buffer in place. A W that a function makes
+    For backward it keeps A, B, x where A trains, (x∘keep)·Aᵀ (N, r) where B does, and the dropout mask as one byte an
+    element; W is held by the layer in any case. Both products add into one buffer in place. A W that a function makes
     exists during each of the two passes alone.
     """
 
@@ -96,40 +101,88 @@ class LowRankLinear(Function):
         scale: float,
         keep: Tensor | None,
     ) -> Tensor:
-        trains = ctx.needs_input_grad[3] or ctx.needs_input_grad[4]
-        ctx.save_for_backward(x if trains else None, a, b, keep)
-        ctx.weight, ctx.scale = weight, scale
         w = _dense(weight, x.dtype)
         y = torch.mm(x, w.t()) if bias is None else torch.addmm(bias, x, w.t())
-        h = _dropped(x, keep).mm(a.t())  # (N, r)
+        h = x.mm(a.t()) if keep is None else masked_product(x, keep, a)
+        a_trains, b_trains = ctx.needs_input_grad[3:5]
+        ctx.save_for_backward(x if a_trains else None, h if b_trains else None, a, b, keep)
+        ctx.weight, ctx.scale = weight, scale
         return y.addmm_(h, b.t(), alpha=scale)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: AutogradContext, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, a, b, keep = ctx.saved_tensors
-        grad_h = grad.mm(b).mul_(ctx.scale)  # (N, r)
-        grad_a = grad_b = grad_x = None
-        if x is not None:
-            dropped = _dropped(x, keep)
-            grad_a = grad_h.t().mm(dropped) if ctx.needs_input_grad[3] else None
-            grad_b = dropped.mm(a.t()).t().mm(grad).t().mul_(ctx.scale) if ctx.needs_input_grad[4] else None
-        if ctx.needs_input_grad[0]:
-            grad_x = grad.mm(_dense(ctx.weight, grad.dtype))
-            if keep is None:
-                grad_x.addmm_(grad_h, a)
-            else:
-                grad_x.add_(grad_h.mm(a).mul_(keep))
+        x, h, a, b, keep = ctx.saved_tensors
+        # The same product (N, r), transposed on CPUs: MKL takes half the time where the long side comes second.
+        grad_h = (b.t().mm(grad.t()).t() if grad.is_cpu else grad.mm(b)).mul_(ctx.scale)
+        grad_x = grad.mm(_dense(ctx.weight, grad.dtype)) if ctx.needs_input_grad[0] else None
+        if keep is None:
+            grad_a = None if x is None else grad_h.t().mm(x)
+            grad_x = None if grad_x is None else grad_x.addmm_(grad_h, a)
+        else:
+            grad_a = masked_gradients(x, keep, a, grad_h, grad_x)
+        grad_b = None if h is None else h.t().mm(grad).t().mul_(ctx.scale)
         grad_bias = grad.sum(0) if ctx.needs_input_grad[2] else None
         return grad_x, None, grad_bias, grad_a, grad_b, None, None
 
 
+def masked_product(x: Tensor, keep: Tensor, a: Tensor) -> Tensor:
+    """Return (x∘keep)·Aᵀ, shape (N, r).
+
+    Args:
+        x: (N, in). keep: (N, in) uint8 of 0 and 1. a: (r, in).
+    """
+    step = _rows_at_a_time(keep, x.dtype)
+    if step is None:
+        return (x * keep).mm(a.t())
+    h, scratch = x.new_empty(len(x), len(a)), x.new_empty(step, x.shape[1])
+    for row, mask, out in zip(x.split(step), keep.split(step), h.split(step), strict=True):
+        torch.mm(scratch[: len(row)].copy_(mask).mul_(row), a.t(), out=out)
+    return h
+
+
+def masked_gradients(x: Tensor | None, keep: Tensor, a: Tensor, grad_h: Tensor, grad_x: Tensor | None) -> Tensor | None:
+    """Return grad_hᵀ·(x∘keep), A's gradient (r, in), and add (grad_h·A)∘keep to ``grad_x`` in place.
+
+    Args:
+        x: (N, in), or None where A does not train. keep: (N, in) uint8 of 0 and 1. a: (r, in).
+        grad_h: (N, r). grad_x: (N, in), or None where x has no gradient.
+    """
+    step = _rows_at_a_time(keep, a.dtype)
+    if step is None:
+        if grad_x is not None:
+            grad_x.add_(grad_h.mm(a).mul_(keep))
+        return None if x is None else grad_h.t().mm(x * keep)
+    # Sums of half-precision products are kept in fp32, as those within a product are.
+    grad_a = None if x is None else a.new_zeros(a.shape, dtype=torch.promote_types(a.dtype, torch.float32))
+    scratch, product = (a.new_empty(step, a.shape[1]) for _ in range(2))
+    for start in range(0, len(keep), step):
+        rows = slice(start, start + step)
+        mask = scratch[: len(keep[rows])].copy_(keep[rows])
+        if x is not None and grad_a is not None:
+            grad_a += grad_h[rows].t().mm(torch.mul(x[rows], mask, out=product[: len(mask)]))
+        if grad_x is not None:
+            grad_x[rows].addcmul_(torch.mm(grad_h[rows], a, out=product[: len(mask)]), mask)
+    return None if grad_a is None else grad_a.to(a.dtype)
+
+
+def _rows_at_a_time(keep: Tensor, dtype: torch.dtype) -> int | None:
+    """Return how many rows of activations are masked at a time; None: all, as few are and those of a GPU.
+
+    Args:
+        keep: their mask (N, in). dtype: that of the activations.
+    """
+    step = max(1, MASK_BLOCK * torch.get_num_threads() // (dtype.itemsize * max(1, keep.shape[1])))
+    return step if step < len(keep) and _plain_on_cpu(keep) else None
+
+
+def _plain_on_cpu(tensor: Tensor) -> bool:
+    """Return whether the tensor is a CPU's, of no subclass and not traced by the compiler."""
+    return tensor.device.type == "cpu" and type(tensor) is Tensor and not torch.compiler.is_compiling()
+
+
 def _dense(weight: Weight, dtype: torch.dtype) -> Tensor:
     return weight if isinstance(weight, Tensor) else weight(dtype)
-
-
-def _dropped(x: Tensor, keep: Tensor | None) -> Tensor:
-    return x if keep is None else x * keep
 
 
 def dropout(x: Tensor, p: float) -> Tensor:
@@ -138,7 +191,7 @@ def dropout(x: Tensor, p: float) -> Tensor:
     Args:
         x: of any shape. p: the probability of a zero.
     """
-    return x * keep_mask(x, p) * (1 / (1 - p)) if p > 0 else x
+    return (x * keep_mask(x, p)).mul_(1 / (1 - p)) if p > 0 else x
 
 
 def keep_mask(like: Tensor, p: float) -> Tensor:
@@ -150,15 +203,18 @@ def keep_mask(like: Tensor, p: float) -> Tensor:
     Args:
         like: of any shape; its device is the mask's. p: the probability of a zero.
     """
-    if like.device.type != "cpu" or type(like) is not Tensor or torch.compiler.is_compiling():
+    if not _plain_on_cpu(like):
         return torch.rand(like.shape, device=like.device).ge(p).view(torch.uint8)
     count = like.numel()
-    words = torch.empty(math.ceil(count / 8), dtype=torch.int64).random_(-(2**63), None)  # 0 to 2⁶³ without arguments
-    return kept(words.view(torch.uint8)[:count], p).view(like.shape)
+    words = torch.empty(math.ceil(count / 8), dtype=torch.int64)
+    for part in words.split(MASK_BLOCK // 8):  # the same parts whatever the number of threads, and so the same mask
+        part.random_(-(2**63), None)  # 0 to 2⁶³ without arguments
+        decide(part.view(torch.uint8), p)
+    return words.view(torch.uint8)[:count].view(like.shape)
 
 
-def kept(uniform: Tensor, p: float) -> Tensor:
-    """Return for each of ``uniform``, bytes, whether what it decides is kept: 1 with probability 1 − p, else 0.
+def decide(uniform: Tensor, p: float) -> None:
+    """Replace each of ``uniform``, bytes, by whether what it decides is kept: 1 with probability 1 − p, else 0.
 
     A byte below ⌊256·p⌋ drops, one above keeps. Where it is equal, a further draw drops with probability
     256·p − ⌊256·p⌋.
@@ -167,11 +223,11 @@ def kept(uniform: Tensor, p: float) -> Tensor:
         uniform: bytes drawn uniformly, of any shape. p: the probability of a zero.
     """
     bound, rest = threshold(p)
-    keep = torch.ge(uniform, bound, out=torch.empty_like(uniform))  # comparing into uint8 is 8 times as fast as bool
-    if rest > 0:
-        undecided = torch.from_numpy(numpy.flatnonzero(uniform.numpy() == bound))  # torch's own takes 6 times as long
-        keep[undecided] = torch.rand(len(undecided), dtype=torch.float64).ge(rest).to(torch.uint8)
-    return keep
+    undecided = numpy.flatnonzero(uniform.numpy() == bound) if rest > 0 else None  # torch's own takes 6 times as long
+    torch.ge(uniform, bound, out=uniform)  # comparing into uint8 is 8 times as fast as into bool
+    if undecided is not None:
+        further = torch.rand(len(undecided), dtype=torch.float64).ge(rest)
+        uniform[torch.from_numpy(undecided)] = further.to(torch.uint8)
 
 
 def threshold(p: float) -> tuple[int, float]:
