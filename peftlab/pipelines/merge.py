@@ -117,8 +117,8 @@ def run_merge(
         base: reference of the base model; None: the one that the adapter names. out: directory to write,
             or a file whose name ends in .gguf.
         options, combining: None for the defaults.
-        verify: compare, for which two models are loaded, one after the other; None: where a recipe is beside the adapter and the
-            packages that the models need are installed.
+        verify: compare, for which two models are loaded, one after the other; None: where a recipe is beside the
+            adapter and the packages that the models need are installed.
         device: where they run to be compared, as for ``peftlab.run``; merging itself computes on the CPU.
     """
     place, options, combining = resolve_device(device), options or MergeOptions(), combining or Combining()
