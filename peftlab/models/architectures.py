@@ -560,7 +560,7 @@ def _decoder_parts(config: Mapping[str, Json], row: _Decoder) -> _Parts | None:
     def norm(name: str, width: int) -> tuple[str, nn.Module]:
         return name, nn.RMSNorm(width, device="meta")
 
-    def layer_leaves() -> Leaves:
+    def layer_leaves() -> Iterator[tuple[str, nn.Module]]:
         for name, width in {"q_proj": queries, "k_proj": keys, "v_proj": keys}.items():
             yield _linear(f"self_attn.{name}", hidden, width, name in biased)
         yield _linear("self_attn.o_proj", queries, hidden, "o_proj" in biased)
@@ -684,9 +684,11 @@ def _put(model: nn.Module, path: str, leaf: nn.Module | nn.Parameter) -> None:
     """Register a module or a parameter, and the modules above it that are not there yet."""
     *owners, last = path.split(".")
     for name in owners:
-        if name not in model._modules:
-            model.add_module(name, nn.Module())
-        model = model._modules[name]
+        child = model._modules.get(name)
+        if child is None:
+            child = nn.Module()
+            model.add_module(name, child)
+        model = child
     if isinstance(leaf, nn.Parameter):
         model.register_parameter(last, leaf)
     else:
