@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from contextlib import suppress
 from typing import TYPE_CHECKING, TypeVar
 
@@ -137,7 +137,7 @@ class Phase:
                     _write(_open[-1].line())
 
 
-def counted(items: Iterable[T], what: str, total: int, unit: str) -> Iterator[T]:
+def counted(items: Iterable[T], what: str, total: int, unit: str) -> Generator[T, None, None]:
     """Yield ``items`` within a phase that counts them.
 
     Args:

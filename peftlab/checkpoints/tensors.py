@@ -607,7 +607,8 @@ def run(jobs: Iterable[Job | Copy], budget: int) -> None:
     """Run ``jobs``, as many at a time as torch has threads, while written data is flushed to the disk.
 
     Each job reads, computes and writes in one thread, so that one job's reading and writing overlap with another's
-    computing. The first error ends the run.
+    computing. A thread takes its next job itself: waking another to hand it out would cost as much as a small job. The
+    first error ends the run.
 
     Args:
         jobs: the steps.
@@ -615,27 +616,43 @@ def run(jobs: Iterable[Job | Copy], budget: int) -> None:
     """
     threads = torch.get_num_threads()
     memory = _MemoryBudget(budget)
-    scratch = threading.local()
+    steps = list(jobs)
+    left = counted(steps, "writing the weights", len(steps), "tensor")
+    taking, ended = threading.Lock(), threading.Event()
 
-    def work(job: Job | Copy) -> None:
+    def work(job: Job | Copy, scratch: _Scratch) -> None:
         if isinstance(job, Copy):
             job.output.copy(job.key, job.shard, job.source)
             job.output.flush_soon(flusher)
             return
         with memory.reserved(job.nbytes):
-            results = job.make(_read(job, scratch))
+            results = job.make(scratch.read(job))
             for key, tensor in results.items():
                 job.outputs[key].write(key, tensor)
                 job.outputs[key].flush_soon(flusher)
 
+    def work_through() -> None:
+        scratch = _Scratch()
+        try:
+            while not ended.is_set():
+                with taking:
+                    job = next(left, None)
+                if job is None:
+                    return
+                work(job, scratch)
+        except BaseException:
+            ended.set()
+            raise
+
     with ThreadPoolExecutor(1) as flusher:
         workers = ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,))
         try:
-            submitted = [workers.submit(work, job) for job in jobs]
-            for done in counted(submitted, "writing the weights", len(submitted), "tensor"):
-                done.result()
+            for each in [workers.submit(work_through) for _ in range(threads)]:
+                each.result()
         finally:
-            workers.shutdown(cancel_futures=True)
+            ended.set()
+            workers.shutdown()
+            left.close()
             torch.set_num_threads(threads)
 
 
@@ -659,13 +676,19 @@ class _MemoryBudget:
                 self._changed.notify_all()
 
 
-def _read(job: Job, scratch: threading.local) -> list[Tensor]:
-    if len(job.reads) != 1:
-        return [shard.read(key) for shard, key in job.reads]
-    (shard, key), *_ = job.reads
-    # One buffer per thread, used for all its tensors: allocating memory takes as long as reading into it.
-    buffer = getattr(scratch, "buffer", None)
-    if buffer is None or len(buffer) < shard.entries[key].nbytes:
-        scratch.buffer = None
-        scratch.buffer = buffer = torch.empty(shard.entries[key].nbytes, dtype=torch.uint8)
-    return [shard.read(key, buffer)]
+class _Scratch:
+    """Memory that a thread reads one tensor after another into: allocating it takes as long as reading into it."""
+
+    def __init__(self) -> None:
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+
+    def read(self, job: Job) -> list[Tensor]:
+        """Read a job's tensors, a single one into the thread's memory."""
+        if len(job.reads) != 1:
+            return [shard.read(key) for shard, key in job.reads]
+        (shard, key), *_ = job.reads
+        nbytes = shard.entries[key].nbytes
+        if len(self._buffer) < nbytes:
+            self._buffer = torch.empty(0, dtype=torch.uint8)
+            self._buffer = torch.empty(nbytes, dtype=torch.uint8)
+        return [shard.read(key, self._buffer)]

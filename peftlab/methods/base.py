@@ -389,7 +389,8 @@ def exchange(model: nn.Module, modules: dict[str, nn.Module]) -> None:
         model: changed in place.
         modules: the new modules by the names of those that they replace.
     """
-    new = {id(model.get_submodule(name)): module for name, module in modules.items()}
+    old = dict(model.named_modules(remove_duplicate=False))
+    new = {id(old[name]): module for name, module in modules.items()}
     for parent in [*model.modules(), *modules.values()]:  # one that is put in can be below another
         for child_name, child in parent._modules.items():
             if id(child) in new:

@@ -73,7 +73,8 @@ def inject(model: ModelT, config: MethodConfig | PeftConfig, *, name: str = DEFA
         plan = plan_injection(model, config)
         if not plan.replace and not plan.train:
             raise PeftlabError(f"method {config.name} would train no parameter of {type(model).__name__}")
-        refuse_patched({leaf: model.get_submodule(leaf) for leaf in plan.replace})
+        modules = dict(model.named_modules(remove_duplicate=False))
+        refuse_patched({leaf: modules[leaf] for leaf in plan.replace})
         parameters = dict(model.named_parameters())
         for trained in plan.train:
             if not parameters[trained].is_floating_point():
@@ -82,7 +83,7 @@ def inject(model: ModelT, config: MethodConfig | PeftConfig, *, name: str = DEFA
                     "no gradient. Load the base, or this module (llm_int8_skip_modules), in 16 or 32 bits, or choose "
                     "lora"
                 )
-        adapted = {leaf: make(model.get_submodule(leaf)) for leaf, make in plan.replace.items()}
+        adapted = {leaf: make(modules[leaf]) for leaf, make in plan.replace.items()}
         originals = {trained: on_cpu(parameters[trained]) for trained in plan.train}
         was_trainable = [key for key, parameter in parameters.items() if parameter.requires_grad]
         # Nothing above has touched the model; nothing below can fail.

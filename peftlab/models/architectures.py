@@ -560,21 +560,25 @@ def _decoder_parts(config: Mapping[str, Json], row: _Decoder) -> _Parts | None:
     def norm(name: str, width: int) -> tuple[str, nn.Module]:
         return name, nn.RMSNorm(width, device="meta")
 
+    def layer_leaves() -> Iterator[tuple[str, nn.Module]]:
+        for name, width in {"q_proj": queries, "k_proj": keys, "v_proj": keys}.items():
+            yield _linear(f"self_attn.{name}", hidden, width, name in biased)
+        yield _linear("self_attn.o_proj", queries, hidden, "o_proj" in biased)
+        if row.head_norms:
+            yield norm("self_attn.q_norm", head)
+            yield norm("self_attn.k_norm", head)
+        for name in ("gate_proj", "up_proj"):
+            yield _linear(f"mlp.{name}", hidden, inner, mlp_bias)
+        yield _linear("mlp.down_proj", inner, hidden, mlp_bias)
+        yield norm("input_layernorm", hidden)
+        yield norm("post_attention_layernorm", hidden)
+
     def leaves() -> Leaves:
         yield "model.embed_tokens", nn.Embedding(tokens, hidden, device="meta")
-        for layer in range(layers):
-            at = f"model.layers.{layer}"
-            for name, width in {"q_proj": queries, "k_proj": keys, "v_proj": keys}.items():
-                yield _linear(f"{at}.self_attn.{name}", hidden, width, name in biased)
-            yield _linear(f"{at}.self_attn.o_proj", queries, hidden, "o_proj" in biased)
-            if row.head_norms:
-                yield norm(f"{at}.self_attn.q_norm", head)
-                yield norm(f"{at}.self_attn.k_norm", head)
-            for name in ("gate_proj", "up_proj"):
-                yield _linear(f"{at}.mlp.{name}", hidden, inner, mlp_bias)
-            yield _linear(f"{at}.mlp.down_proj", inner, hidden, mlp_bias)
-            yield norm(f"{at}.input_layernorm", hidden)
-            yield norm(f"{at}.post_attention_layernorm", hidden)
+        layer = list(layer_leaves())
+        for number in range(layers):
+            for name, leaf in layer:
+                yield f"model.layers.{number}.{name}", _another(leaf)
         yield norm("model.norm", hidden)
         yield _linear("lm_head", hidden, tokens, False)
 
@@ -663,13 +667,28 @@ def _linear(name: str, d_in: int, d_out: int, bias: bool = True) -> tuple[str, n
     return name, nn.Linear(d_in, d_out, bias=bias, device="meta")
 
 
+def _another(leaf: nn.Module) -> nn.Module:
+    """Return a module on the meta device with the settings of ``leaf`` and parameters of its own.
+
+    Its class would draw values that it then has no place for.
+    """
+    new = type(leaf).__new__(type(leaf))
+    vars(new).update({key: value.copy() if isinstance(value, dict) else value for key, value in vars(leaf).items()})
+    for name, parameter in leaf._parameters.items():
+        if parameter is not None:
+            new._parameters[name] = nn.Parameter(torch.empty(parameter.shape, device="meta"))
+    return new
+
+
 def _put(model: nn.Module, path: str, leaf: nn.Module | nn.Parameter) -> None:
     """Register a module or a parameter, and the modules above it that are not there yet."""
     *owners, last = path.split(".")
     for name in owners:
-        if name not in model._modules:
-            model.add_module(name, nn.Module())
-        model = model.get_submodule(name)
+        child = model._modules.get(name)
+        if child is None:
+            child = nn.Module()
+            model.add_module(name, child)
+        model = child
     if isinstance(leaf, nn.Parameter):
         model.register_parameter(last, leaf)
     else:

@@ -710,12 +710,12 @@ def _measure(
     run_dir, held_out = saved.directory, next(iter(sets.held_out.values()))
     if saved.merged is not None:
         what = (run_dir / "adapter", draft.base, run_dir / "merged", _samples(sets))
-        # On the CPU: beside what was trained, a device may lack the memory for two models more.
+        # On the CPU: beside what was trained, a device may lack the memory for another model.
         if verifies_merge(recipe.merge):
             with Phase(COMPARING, note="loads both; skip: merge.verify=false"):
                 results.merge = verify_merge(*what)
         if measures_latency(recipe.merge):
-            with Phase(TIMING, note="loads three; skip: merge.latency=false"):
+            with Phase(TIMING, note="loads two; skip: merge.latency=false"):
                 results.latency = merge_latency(*what, device=saved.merged.device)
         if draft.separate:
             with Phase("scoring the merged draft"):

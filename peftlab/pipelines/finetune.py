@@ -362,13 +362,13 @@ def _write_run(
             merge_checkpoint(run_dir / "adapter", recipe.model, run_dir / "merged", options)
         with stored_results(run_dir, results.as_json()):
             what = (run_dir / "adapter", recipe.model, run_dir / "merged", sample_inputs(task, EXAMPLES))
-            # On the CPU: beside the trained model, a device may lack the memory for two more.
+            # On the CPU: beside the trained model, a device may lack the memory for another.
             if verifies_merge(recipe.merge):
                 with Phase(COMPARING, note="loads both; skip: merge.verify=false"):
                     results.merge = verify_merge(*what, trust_remote_code=trusted)
             if measures_latency(recipe.merge):
                 device = next(model.parameters()).device
-                with Phase(TIMING, note="loads three; skip: merge.latency=false"):
+                with Phase(TIMING, note="loads two; skip: merge.latency=false"):
                     results.latency = merge_latency(*what, trust_remote_code=trusted, device=device)
             if recipe.base.quantised:
                 with Phase("merging into the other weights, and scoring both merged models"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -117,8 +117,8 @@ def run_merge(
         base: reference of the base model; None: the one that the adapter names. out: directory to write,
             or a file whose name ends in .gguf.
         options, combining: None for the defaults.
-        verify: compare, for which two models are loaded; None: where a recipe is beside the adapter and the
-            packages that the models need are installed.
+        verify: compare, for which two models are loaded, one after the other; None: where a recipe is beside the
+            adapter and the packages that the models need are installed.
         device: where they run to be compared, as for ``peftlab.run``; merging itself computes on the CPU.
     """
     place, options, combining = resolve_device(device), options or MergeOptions(), combining or Combining()
@@ -196,27 +196,27 @@ def verify_merge(
     trust_remote_code: bool = False,
     device: torch.device = _CPU,
 ) -> MergeCheck:
-    """Compare the logits of base + adapter with those of the merged model, in one pass over the inputs.
+    """Compare the logits of base + adapter with those of the merged model.
 
-    A base that was quantised in training is loaded so again, which needs bitsandbytes.
+    One of the two models is in memory at a time, beside the logits of all inputs. A base that was quantised in training
+    is loaded so again, which needs bitsandbytes.
 
     Args:
         adapter, lora_alpha: as for ``load_adapter``. base: reference of the base model. merged: the merged directory or
             GGUF file.
-        batches: model inputs (``input_ids``, ``attention_mask``, ...), without labels. device: where both models run.
+        batches: model inputs (``input_ids``, ``attention_mask``, ...), without labels. device: where the models run.
         trust_remote_code: run the model code in base and merged directory.
     """
     models = _Models(_read(adapter, lora_alpha), base, str(merged), trust_remote_code)
-    unmerged, whole = (nn.Module.to(model, device) for model in (models.unmerged(), models.merged()))
-    worst, agreed, predictions, examples = 0.0, 0, 0, 0
-    with torch.inference_mode():
-        for batch in ({key: value.to(device) for key, value in batch.items()} for batch in batches):
-            here, there = (_logits(model, batch).float() for model in (unmerged, whole))
-            worst = max(worst, float((here - there).abs().max()))
-            agreed += int((here.argmax(-1) == there.argmax(-1)).sum())
-            predictions += here.shape[:-1].numel()
-            examples += len(next(iter(batch.values())))
-    return MergeCheck(worst, agreed / predictions, examples)
+    moved = [{key: value.to(device) for key, value in batch.items()} for batch in batches]
+    # The merged model first: an adapted one is in a reference cycle and stays in memory until those are collected.
+    whole, unmerged = (_all_logits(load, moved, device) for load in (models.merged, models.unmerged))
+    worst, agreed, predictions = 0.0, 0, 0
+    for here, there in zip(unmerged, whole, strict=True):
+        worst = max(worst, float((here.float() - there.float()).abs().max()))
+        agreed += int((here.argmax(-1) == there.argmax(-1)).sum())
+        predictions += here.shape[:-1].numel()
+    return MergeCheck(worst, agreed / predictions, sum(len(next(iter(batch.values()))) for batch in moved))
 
 
 def merge_latency(
@@ -228,10 +228,15 @@ def merge_latency(
     trust_remote_code: bool = False,
     device: torch.device = _CPU,
 ) -> Latency:
-    """Time base, base + adapter and merged model on a device; arguments as for ``verify_merge``."""
+    """Time base, base + adapter and merged model on a device; arguments as for ``verify_merge``.
+
+    Base and base + adapter share the base's weights, so that two models are in memory.
+    """
     loads = _Models(_read(adapter, None), base, str(merged), trust_remote_code)
-    loaded = {"base": loads.base(), "merged": loads.merged(), "unmerged": loads.unmerged()}
-    times = _times({name: nn.Module.to(model, device) for name, model in loaded.items()}, batches, device)
+    plain, whole = (nn.Module.to(load(), device) for load in (loads.base, loads.merged))
+    shared = {id(tensor): tensor for tensor in (*plain.parameters(), *plain.buffers())}
+    models = {"base": plain, "merged": whole, "unmerged": load_adapter(deepcopy(plain, shared), loads.adapter)}
+    times = _times(models, batches, device)
     return Latency(merged=times["merged"] / times["base"], unmerged=times["unmerged"] / times["base"])
 
 
@@ -322,6 +327,15 @@ def _storage(adapter: Adapter, dtype: torch.dtype) -> Attributes:
     how = BaseFormat.from_dict(raw, "the adapter")
     base = BaseConfig(dtype="int8" if how.dtype == "int8" else "nf4", double_quant=how.double_quant)
     return {"dtype": DTYPES[how.compute], "quantised": base}
+
+
+def _all_logits(
+    load: Callable[[], nn.Module], batches: Sequence[dict[str, Tensor]], device: torch.device
+) -> list[Tensor]:
+    """Return a model's logits on each batch; the model is in memory no longer than that takes."""
+    model = nn.Module.to(load(), device)
+    with torch.inference_mode():
+        return [_logits(model, batch) for batch in batches]
 
 
 def _logits(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:

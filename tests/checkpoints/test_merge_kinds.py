@@ -3,9 +3,12 @@ pickles, GGUF, other dtypes; and what the report says of it."""
 
 from __future__ import annotations
 
+import gc
 import json
 import math
+import weakref
 from pathlib import Path
+from typing import Any
 
 import peft
 import pytest
@@ -15,10 +18,11 @@ from models import adapt, assert_rounded_once, build, load, reference, save_base
 from safetensors.torch import load_file, save_file
 
 import peftlab
-from peftlab.checkpoints.adapter import load_adapter, read_adapter
+from peftlab.checkpoints.adapter import load_adapter, load_model, read_adapter
 from peftlab.checkpoints.merge import merge_checkpoint
 from peftlab.checkpoints.merge_plan import MergeOptions
 from peftlab.errors import PeftlabError
+from peftlab.pipelines import merge
 from peftlab.pipelines.merge import verify_merge
 from peftlab.references import locate
 from tests.tiny_gguf import write_gguf
@@ -301,6 +305,28 @@ def test_verify(tmp_path: Path) -> None:
     plain = load(transformers.LlamaForCausalLM, base)
     plain.save_pretrained(tmp_path / "plain")
     assert verify_merge(adapter, str(base), tmp_path / "plain", [batch]).max_logit_difference > 1e-4
+
+
+def test_verify_has_one_model_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The weights of the first model are free before the second is loaded, without a collection of garbage."""
+    base = save_base(build("llama"), tmp_path / "base")
+    adapter = adapt(load(transformers.LlamaForCausalLM, base), tmp_path / "adapter")
+    merge_checkpoint(adapter, base, tmp_path / "merged")
+    loaded: list[weakref.ref[torch.nn.Parameter]] = []
+
+    def load_one(*args: Any, **options: Any) -> Any:
+        assert all(parameter() is None for parameter in loaded)
+        model, fresh = load_model(*args, **options)
+        loaded.extend(weakref.ref(parameter) for parameter in model.parameters())
+        return model, fresh
+
+    monkeypatch.setattr(merge, "load_model", load_one)
+    gc.disable()
+    try:
+        verify_merge(adapter, str(base), tmp_path / "merged", [{"input_ids": IDS}])
+    finally:
+        gc.enable()
+    assert loaded
 
 
 @pytest.mark.parametrize("packaged", [False, pytest.param(True, marks=[pytest.mark.model, pytest.mark.long])])

@@ -279,12 +279,15 @@ def _expert_targets(model: nn.Module, config: LoraConfig) -> dict[str, list[str]
 
 def _named_by_weight(model: nn.Module, config: LoraConfig, body: list[str]) -> list[str]:
     """Return the linear maps whose weights ``target_parameters`` names: they are adapted like any linear map."""
-    wanted = config.target_parameters or []
+    wanted = config.target_parameters
+    if not wanted:
+        return []
     return [n for n in _linear(model, body) if any(has_suffix(f"{n}.weight", parameter) for parameter in wanted)]
 
 
 def _linear(model: nn.Module, names: Iterable[str]) -> list[str]:
-    return [name for name in names if isinstance(model.get_submodule(name), nn.Linear)]
+    modules = dict(model.named_modules())
+    return [name for name in names if isinstance(modules[name], nn.Linear)]
 
 
 def _parameters(model: nn.Module) -> list[str]:
@@ -491,9 +494,9 @@ def why_unsupported(module: nn.Module) -> str:
     """Return why LoRA cannot act on an instance of a subclass of a class in ``leaves()``; "" for any other module."""
     if isinstance(module, nn.MultiheadAttention) and module.in_proj_weight is None:
         return "its queries, keys and values have different widths"
-    own, weight = has_own_forward(type(module)), module._parameters.get("weight")
     if type(module) in (known := leaves()) or not isinstance(module, tuple(known)):
         return ""
+    own, weight = has_own_forward(type(module)), module._parameters.get("weight")
     if weight is None:
         return "its weight is computed of other parameters"
     if is_quantised(module):
@@ -612,6 +615,8 @@ def _adapt(leaf: nn.Module, *, rank: int, scale: float, rows: list[Tensor] | Non
 
 def _fill_a(a: Tensor, config: LoraConfig, rank: int) -> None:
     """Draw the starting values of A (r, in), in place."""
+    if a.is_meta:
+        return
     if config.init_lora_weights == "gaussian":
         nn.init.normal_(a, std=1 / rank)
     else:
