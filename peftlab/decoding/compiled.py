@@ -42,7 +42,8 @@ class CompiledEngine(FlatEngine):
         heads, kv, dim = structure.heads, structure.kv_heads, structure.dim
         width, raised = structure.embedding.shape[1], max(layer.down.weight.shape[1] for layer in structure.layers)
         head = tile_linears([structure.head], outputs=self.vocab_size)
-        self._widths = [width, width, (heads + 2 * kv) * dim, heads * dim, raised, head.tiles * LANES]  # of buffers
+        # Of the buffers; that of sums is known when all weights are.
+        self._widths = [width, width, (heads + 2 * kv) * dim, heads * dim, raised, head.tiles * LANES]
         self._weights: list[TiledWeight] = []
         self._norms: list[Tensor] = []
         self._windows = list(dict.fromkeys(layer.window for layer in structure.layers))
@@ -51,7 +52,7 @@ class CompiledEngine(FlatEngine):
         parts = [self._layer(i, layer, rotated) for i, layer in enumerate(structure.layers)]
         self._program = np.concatenate(parts)
         self._last = np.stack((self._norm_of(structure.norm), self._product(head, _NORMED, _LOGITS, STORE)))
-        self._sums = max((w.inputs // w.size for w in self._weights if w.sums_needed), default=0)
+        self._widths.append(max((w.inputs // w.size for w in self._weights if w.sums_needed), default=0))
         return ("compiled", *dict.fromkeys(weight.stored for weight in self._weights))
 
     def _layer(self, i: int, layer: LayerStructure, rotated: dict[str, int]) -> NDArray[np.void]:
@@ -159,9 +160,12 @@ class CompiledEngine(FlatEngine):
     def _buffers(self, h: Tensor, others: Collection[int]) -> _Step:
         """Return a step with the buffer of states h [R, H], and others."""
         rows = len(h)
-        sums = torch.get_num_threads() * self._sums
-        buffers = {i: torch.empty(rows, sums if i == _SUMS else self._widths[i]) for i in others}
-        return _Step({_STATES: h, **buffers}, rows=rows)
+        # Each thread has sums of its own, behind which lie another's or padding.
+        counts = {i: torch.get_num_threads() * rows if i == _SUMS else rows for i in others}
+        wide = {i: torch.empty(count + kernels.PADDING, self._widths[i]) for i, count in counts.items()}
+        for i, buffer in wide.items():
+            buffer[counts[i] :] = 0  # what lies there may be numbers that take long to multiply
+        return _Step({_STATES: h, **{i: buffer[: counts[i]] for i, buffer in wide.items()}}, rows=rows)
 
     def _step(self, cache: KVCache, block: Block, h: Tensor, whole: bool) -> _Step:
         """Return a step over states [b, n, H].

@@ -69,6 +69,9 @@ BLOCK = np.dtype(
 )
 """What ``run`` takes: a program and the block of tokens that it reads."""
 
+PADDING = 1
+"""Rows of numbers that must follow a product's inputs, and their sums, in memory: they may be multiplied too."""
+
 _CHUNK = 32  # inputs whose products are added before their sum joins the others: less rounding, and shorter waits
 
 
@@ -338,9 +341,9 @@ def silu(x):
 
 
 @njit
-def finish_tile(totals, out, stride, tile, mode, bias, factor):
-    """Store a tile's sums, [rows, 16], where its outputs go."""
-    for r in range(len(totals)):
+def finish_tile(totals, rows, out, stride, tile, mode, bias, factor):
+    """Store a tile's sums, of the first ``rows`` of ``totals``, where its outputs go."""
+    for r in range(rows):
         result = times(totals[r], factor)
         if bias != 0:
             result = plus(result, load(bias + 64 * tile))
@@ -353,7 +356,11 @@ def finish_tile(totals, out, stride, tile, mode, bias, factor):
 
 
 def _product_with(pair: Callable, step: int) -> Callable:
-    """Return the product with weights that ``pair`` reads at an address, two inputs of a tile in ``step`` bytes."""
+    """Return the product with weights that ``pair`` reads at an address, two inputs of a tile in ``step`` bytes.
+
+    Rows are multiplied one, two or four at a time, of which the fourth may be padding: decoding a weight once more
+    takes longer than multiplying a row in vain. Eight at a time were no faster: multiplying then takes the time.
+    """
 
     @njit
     def sum_chunk(codes, n, x, stride, zeros):
@@ -414,17 +421,18 @@ def _product_with(pair: Callable, step: int) -> Callable:
             own_minima = minima + tile * scales_of_tile if minima else minima
             r = 0
             while r < rows:
+                left = rows - r
                 given = own, own_scales, own_minima, halves, least, inputs, size
                 read = x + r * stride, stride, sums + r * sums_stride, sums_stride
                 to = out + r * out_stride, out_stride, tile, mode, bias, factor
-                if rows - r >= 4:
-                    finish_tile(sum_tile(*given, *read, (zero, zero, zero, zero)), *to)
+                if left >= 3:
+                    finish_tile(sum_tile(*given, *read, (zero, zero, zero, zero)), min(left, 4), *to)
                     r += 4
-                elif rows - r >= 2:
-                    finish_tile(sum_tile(*given, *read, (zero, zero)), *to)
+                elif left == 2:
+                    finish_tile(sum_tile(*given, *read, (zero, zero)), 2, *to)
                     r += 2
                 else:
-                    finish_tile(sum_tile(*given, *read, (zero,)), *to)
+                    finish_tile(sum_tile(*given, *read, (zero,)), 1, *to)
                     r += 1
 
     return multiply
