@@ -56,7 +56,8 @@ TITLE = "Decoding"
 CONDITIONS = (
     f"Greedy, {NEW} new tokens, medians of three passes over the questions in turn; target, draft, questions, γ and dtype are "
     "the command's (SmolLM2-135M and Spec-Bench where it names none; [Findings](findings.md#an-eagle-3-layer-over-weights-in-16-bits) has the "
-    "commands that made `runs/target` and `runs/eagle3`)."
+    "commands that made `runs/target` and `runs/eagle3`; `python -m tests.benchmarks.measure_systems --only DFlash` makes "
+    "`runs/systems/dflash` and its `questions.jsonl`). llama.cpp rounds activations to 8 bits where weights are codes."
 )
 SPEC_BENCH = Path(__file__).resolve().parents[2] / ".." / "shared" / "data" / "lm" / "spec_bench_question.jsonl"
 
@@ -170,6 +171,13 @@ Complete = Callable[[Question, int], tuple[list[int], float]]
 """Returns the greedy output of a question with so many new tokens, and the seconds that it took."""
 Way = tuple[Callable[[], AbstractContextManager[None]], Complete]
 """A context in which an engine runs, and how it decodes: out of its turn a server is paused."""
+OURS = {
+    "peftlab": "plain decoding",
+    "peftlab, sums in bf16": "plain decoding with sums in bf16",
+    "peftlab, draft": "decoding by draft",
+    f"peftlab, {SUFFIX_AND_DRAFT}": f"decoding by {SUFFIX_AND_DRAFT}",
+}
+"""peftlab's own ways, and what the page of figures calls them."""
 
 
 def ways(stack: ExitStack, target: str, place: Path, storage: str) -> dict[str, Way]:
@@ -178,9 +186,9 @@ def ways(stack: ExitStack, target: str, place: Path, storage: str) -> dict[str, 
     Args:
         stack: what ends the servers. target: reference. place: directory for files. storage: ``bf16``, ``q8_0``, ...
     """
-    model, _ = load_base(target, "AutoModelForCausalLM", dtype=torch.bfloat16)
-    model.save_pretrained(place / "target")
+    load_base(target, "AutoModelForCausalLM", dtype=torch.bfloat16)[0].save_pretrained(place / "target")
     load_tokenizer(target).save_pretrained(place / "target")
+    model, _ = load_base(str(place / "target"), "AutoModelForCausalLM", dtype=torch.bfloat16)  # with plain linear maps
     file = place / f"{storage}.gguf"
     write_model(model, place / "target", file, storage)
     length = LONGEST + NEW + 1
@@ -191,11 +199,12 @@ def ways(stack: ExitStack, target: str, place: Path, storage: str) -> dict[str, 
         vllm = VllmServer(*stack.enter_context(started(command, place / "vllm.log")))
         found["vLLM"] = (vllm.turn, partial(served, vllm))
         found[GENERATE] = (nullcontext, timed(partial(generated, model)))
-        in_bf16 = load_pair(str(file), dtype=torch.bfloat16).target
-        found["peftlab, sums in bf16"] = (nullcontext, timed(partial(decoded, in_bf16, None)))
     pair = load_pair(str(file))
     print(f"{storage}: peftlab's step: {pair.target.kind}")
     found["peftlab"] = (nullcontext, timed(partial(decoded, pair.target, None)))
+    if storage == "bf16":
+        in_bf16 = load_pair(str(file), dtype=torch.bfloat16).target
+        found["peftlab, sums in bf16"] = (nullcontext, timed(partial(decoded, in_bf16, None)))
     reference = os.environ.get("PEFTLAB_DRAFT")
     if storage == "bf16" and reference is not None:
         pair = load_pair(str(file), reference)
@@ -265,11 +274,13 @@ def beside_engines(target: str) -> list[Figure]:
             same = sum(mine == other for mine, other in zip(outputs[name], outputs["llama.cpp"], strict=True))
             read, times = Timings(tokens, prompts[name]).rate(), rate.rate() / theirs.rate()
             print(f"| {name} | {read:.0f} | {rate.rate():.1f} | {times:.2f} ({low:.2f} to {high:.2f}) | {same} |")
-            if name.startswith("peftlab"):
+            if name in OURS:
                 figures += [
-                    Figure(f"{name}: {storage} weights", peer, rate.rate() / other.rate(), interval=between.speedup)
+                    Figure(
+                        f"{OURS[name]}, {storage} weights", peer, rate.rate() / other.rate(), interval=between.speedup
+                    )
                     for peer, other in rates.items()
-                    if not peer.startswith("peftlab")
+                    if peer not in OURS
                     for between in [rate_intervals(rate, other)]
                 ]
         print(flush=True)

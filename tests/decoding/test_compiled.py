@@ -79,7 +79,8 @@ def multiply(weight: tiled.TiledWeight, x: Tensor, out: Tensor, mode: int) -> Te
     """Return ``out`` after one product of rows x with a weight."""
     instruction, block = np.zeros(1, kernels.INSTRUCTION), np.zeros(1, kernels.BLOCK)
     sums = x.new_empty(torch.get_num_threads() * len(x) + kernels.PADDING, weight.inputs)
-    rows, x = len(x), F.pad(x, (0, 0, 0, kernels.PADDING), value=float("nan"))  # no output depends on what pads the rows
+    rows = len(x)
+    x = F.pad(x, (0, 0, 0, kernels.PADDING), value=float("nan"))  # no output depends on what pads the rows
     fields = {"x_stride": 4 * x.shape[1], "out_stride": 4 * out.shape[1], "out": 1, "mode": mode}
     fields |= {"kind": kernels.PRODUCT, "sums": 2 if weight.sums_needed else -1, **weight.fields()}
     for name, value in fields.items():
