@@ -57,7 +57,8 @@ CONDITIONS = (
     f"Greedy, {NEW} new tokens, medians of three passes over the questions in turn; target, draft, questions, γ and dtype are "
     "the command's (SmolLM2-135M and Spec-Bench where it names none; [Findings](findings.md#an-eagle-3-layer-over-weights-in-16-bits) has the "
     "commands that made `runs/target` and `runs/eagle3`; `python -m tests.benchmarks.measure_systems --only DFlash` makes "
-    "`runs/systems/dflash` and its `questions.jsonl`). llama.cpp rounds activations to 8 bits where weights are codes."
+    "`runs/systems/dflash` and its `questions.jsonl`). llama.cpp and vLLM are asked as servers; llama.cpp rounds activations to "
+    "8 bits where weights are codes."
 )
 SPEC_BENCH = Path(__file__).resolve().parents[2] / ".." / "shared" / "data" / "lm" / "spec_bench_question.jsonl"
 
