@@ -165,15 +165,12 @@ class Tally:
         self.changed = self.numel = self.underflow = 0
 
     def __call__(self, before: Tensor, delta: Tensor, after: Tensor, stored: Tensor) -> None:
-        """Count one block: W0, ΔW and their sum in one dtype, and what is stored of the sum.
-
-        The sum is overwritten: a block of memory more would not stay in the core's cache.
-        """
+        """Count one block: W0, ΔW and their sum in one dtype, and what is stored of it, which may be the sum itself."""
         start = before
         if self.converted:
             start = before.to(stored.dtype).to(before.dtype)  # W0 itself is rounded, too
             self.underflow += _nonzero(after) - _nonzero(stored)
-        moved = after.copy_(stored).sub_(start)
+        moved = stored.to(before.dtype, copy=True).sub_(start)
         self.numel += moved.numel()
         self.changed += _nonzero(moved)
         self.weight += _square(before)
@@ -209,7 +206,7 @@ def compressed(before: Tensor, value: Tensor, codes: Tensor, scales: Tensor) -> 
     for old, new, code, scale in zip(*(t.detach().split(rows) for t in (before, value, codes, scales)), strict=True):
         start, stored = decompress(*compress(old)), decompress(code, scale)
         delta = new - old.float()
-        tally(start, delta, new.clone(), stored)
+        tally(start, delta, new, stored)
         along.append(float(torch.dot((stored - start).flatten(), delta.flatten())))
     tally.along = math.fsum(along)
     return tally
@@ -227,7 +224,7 @@ def replaced(name: str, before: Tensor | None, value: Tensor, stored: Tensor) ->
         kind, before = "added", torch.zeros_like(value)
     wide = torch.float64 if before.dtype == torch.float64 else torch.float32
     for old, new, kept in _blocks(before, value, stored):
-        tally(old.to(wide), new.to(wide) - old.to(wide), new.to(wide, copy=True), kept)
+        tally(old.to(wide), new.to(wide) - old.to(wide), new.to(wide), kept)
     row = tally.row(name, kind, stored)
     return row if kind == "replaced" else replace(row, ratio=None, changed=1.0)
 

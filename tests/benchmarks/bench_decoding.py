@@ -281,7 +281,7 @@ def beside_engines(target: str) -> list[Figure]:
                         f"{OURS[name]}, {storage} weights", peer, rate.rate() / other.rate(), interval=between.speedup
                     )
                     for peer, other in rates.items()
-                    if peer not in OURS
+                    if peer not in OURS and (name == "peftlab" or peer == "llama.cpp")
                     for between in [rate_intervals(rate, other)]
                 ]
         print(flush=True)
