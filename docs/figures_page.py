@@ -20,7 +20,6 @@ ORDER = (
 OF = {"speed": "× as fast", "time": "of the time", "memory": "of the memory"}
 TEXT = """\
 # Figures
-
 <!-- Written by `python docs/figures_page.py` from the JSON files beside it, which `make bench` writes. -->
 
 Each ratio compares peftlab with a peer in one run, by medians of measurements taken in turn, on otherwise idle

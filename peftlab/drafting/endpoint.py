@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
@@ -27,7 +26,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from peftlab.drafting.config import DraftData
 from peftlab.drafting.target import frozen_hidden, head_weight
-from peftlab.drafting.text import WritingSettings, weights_digest
+from peftlab.drafting.text import WritingSettings, digest, weights_digest
 from peftlab.errors import PeftlabError, did_you_mean, reason
 from peftlab.files import LOCK, Json, locked, parse_json, read_text, typed_value, write_errors, write_json
 from peftlab.progress import counted
@@ -540,15 +539,8 @@ def served_continuations(
 
 def _digest(model: str, target: Target, prompts: Sequence[ServedPrompt], writing: WritingSettings) -> str:
     """Return a digest of what determines the text, weights included, as a server may keep its id for new ones."""
-    what = [
-        model,
-        weights_digest(target.model),
-        _settings(writing),
-        sorted(target.eos),
-        [prompt.ids for prompt in prompts],
-    ]
-    text = json.dumps(what, sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()
+    ids = [prompt.ids for prompt in prompts]
+    return digest([model, weights_digest(target.model), _settings(writing), sorted(target.eos), ids])
 
 
 def _settings(writing: WritingSettings) -> dict[str, float | None]:

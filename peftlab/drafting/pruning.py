@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 import json
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -24,7 +23,7 @@ from peftlab.checkpoints.tensors import read_tensors, write_tensors
 from peftlab.drafting.config import Pruning, Truncation
 from peftlab.drafting.objectives import Objective, PairLoss
 from peftlab.drafting.target import layer_stack, truncate
-from peftlab.drafting.text import Collate, weights_digest, write_missing
+from peftlab.drafting.text import Collate, digest, weights_digest, write_missing
 from peftlab.errors import PeftlabError
 from peftlab.files import Json, replacing
 from peftlab.progress import counted
@@ -93,8 +92,7 @@ class Search:
             [*self.train["input_ids"]],
             [*self.train["prompt"]],
         ]
-        digest = hashlib.sha256(json.dumps([known, text]).encode()).hexdigest()
-        path = cache / f"draft-{digest[:16]}.safetensors"
+        path = cache / f"draft-{digest([known, text])[:16]}.safetensors"
 
         def write() -> None:
             if not path.exists():

@@ -575,10 +575,9 @@ def _decoder_parts(config: Mapping[str, Json], row: _Decoder) -> _Parts | None:
 
     def leaves() -> Leaves:
         yield "model.embed_tokens", nn.Embedding(tokens, hidden, device="meta")
-        layer = list(layer_leaves())
         for number in range(layers):
-            for name, leaf in layer:
-                yield f"model.layers.{number}.{name}", _another(leaf)
+            for name, leaf in layer_leaves():
+                yield f"model.layers.{number}.{name}", leaf
         yield norm("model.norm", hidden)
         yield _linear("lm_head", hidden, tokens, False)
 
@@ -665,19 +664,6 @@ def _encoder_parts(config: Mapping[str, Json], row: _Encoder) -> _Parts | None:
 
 def _linear(name: str, d_in: int, d_out: int, bias: bool = True) -> tuple[str, nn.Module]:
     return name, nn.Linear(d_in, d_out, bias=bias, device="meta")
-
-
-def _another(leaf: nn.Module) -> nn.Module:
-    """Return a module on the meta device with the settings of ``leaf`` and parameters of its own.
-
-    Its class would draw values that it then has no place for.
-    """
-    new = type(leaf).__new__(type(leaf))
-    vars(new).update({key: value.copy() if isinstance(value, dict) else value for key, value in vars(leaf).items()})
-    for name, parameter in leaf._parameters.items():
-        if parameter is not None:
-            new._parameters[name] = nn.Parameter(torch.empty(parameter.shape, device="meta"))
-    return new
 
 
 def _put(model: nn.Module, path: str, leaf: nn.Module | nn.Parameter) -> None:

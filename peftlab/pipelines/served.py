@@ -564,13 +564,13 @@ sys.exit(server.wait())
 
 
 class ServerProcess:
-    """The processes of a server that was started here; ``guard`` starts, pauses and ends them."""
+    """The processes of a server that was started here; ``guard`` is the process that started, pauses and ends them."""
 
     def __init__(self, guard: subprocess.Popen[bytes]) -> None:
         self._guard = guard
 
     def send(self, number: signal.Signals) -> None:
-        """Send them a signal."""
+        """Send a signal to all of them."""
         assert self._guard.stdin is not None
         with suppress(BrokenPipeError):  # it has ended, which its client says better
             self._guard.stdin.write(b"%d\n" % number)

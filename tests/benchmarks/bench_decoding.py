@@ -141,13 +141,10 @@ def contest(target: str, dtype: torch.dtype) -> list[Figure]:
     results = {name: run.result(name) for name in drafters}
     best = max(results, key=lambda name: results[name].speedup)
     theirs = run.timed(GENERATE).rate()
+    interval = results[best].speedup_interval
     return [
         Figure("plain decoding", GENERATE, run.timed(PLAIN).rate() / theirs),
-        Figure(f"decoding by {best}", GENERATE, run.timed(best).rate() / theirs),
-        *(
-            Figure(f"decoding by {n}", "our plain decoding", r.speedup, interval=r.speedup_interval)
-            for n, r in results.items()
-        ),
+        Figure(f"decoding by {best}", "our plain decoding", results[best].speedup, interval=interval),
     ]
 
 
@@ -172,13 +169,10 @@ Complete = Callable[[Question, int], tuple[list[int], float]]
 """Returns the greedy output of a question with so many new tokens, and the seconds that it took."""
 Way = tuple[Callable[[], AbstractContextManager[None]], Complete]
 """A context in which an engine runs, and how it decodes: out of its turn a server is paused."""
-OURS = {
-    "peftlab": "plain decoding",
-    "peftlab, sums in bf16": "plain decoding with sums in bf16",
-    "peftlab, draft": "decoding by draft",
-    f"peftlab, {SUFFIX_AND_DRAFT}": f"decoding by {SUFFIX_AND_DRAFT}",
-}
-"""peftlab's own ways, and what the page of figures calls them."""
+IN_BF16 = "peftlab, sums in bf16"
+DRAFTED = {f"peftlab, {name}": f"decoding by {name}" for name in ("draft", SUFFIX_AND_DRAFT)}
+OURS = {"peftlab": "plain decoding", IN_BF16: "plain decoding with sums in bf16", **DRAFTED}
+"""peftlab's own ways, and what the page of figures, which has the best of the drafted ones, calls them."""
 
 
 def ways(stack: ExitStack, target: str, place: Path, storage: str) -> dict[str, Way]:
@@ -205,7 +199,7 @@ def ways(stack: ExitStack, target: str, place: Path, storage: str) -> dict[str, 
     found["peftlab"] = (nullcontext, timed(partial(decoded, pair.target, None)))
     if storage == "bf16":
         in_bf16 = load_pair(str(file), dtype=torch.bfloat16).target
-        found["peftlab, sums in bf16"] = (nullcontext, timed(partial(decoded, in_bf16, None)))
+        found[IN_BF16] = (nullcontext, timed(partial(decoded, in_bf16, None)))
     reference = os.environ.get("PEFTLAB_DRAFT")
     if storage == "bf16" and reference is not None:
         pair = load_pair(str(file), reference)
@@ -275,16 +269,15 @@ def beside_engines(target: str) -> list[Figure]:
             same = sum(mine == other for mine, other in zip(outputs[name], outputs["llama.cpp"], strict=True))
             read, times = Timings(tokens, prompts[name]).rate(), rate.rate() / theirs.rate()
             print(f"| {name} | {read:.0f} | {rate.rate():.1f} | {times:.2f} ({low:.2f} to {high:.2f}) | {same} |")
-            if name in OURS:
-                figures += [
-                    Figure(
-                        f"{OURS[name]}, {storage} weights", peer, rate.rate() / other.rate(), interval=between.speedup
-                    )
-                    for peer, other in rates.items()
-                    if peer not in OURS and (name == "peftlab" or peer == "llama.cpp")
-                    for between in [rate_intervals(rate, other)]
-                ]
         print(flush=True)
+        pairs = [("peftlab", peer) for peer in rates if peer not in OURS]
+        if drafted := [name for name in rates if name in DRAFTED]:
+            pairs.append((max(drafted, key=lambda name: rates[name].rate()), "llama.cpp"))
+        if IN_BF16 in rates:
+            pairs.append((IN_BF16, "llama.cpp"))
+        for name, peer in pairs:
+            ratio, between = rates[name].rate() / rates[peer].rate(), rate_intervals(rates[name], rates[peer])
+            figures.append(Figure(f"{OURS[name]}, {storage} weights", peer, ratio, interval=between.speedup))
     return figures
 
 

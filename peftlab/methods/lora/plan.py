@@ -615,7 +615,7 @@ def _adapt(leaf: nn.Module, *, rank: int, scale: float, rows: list[Tensor] | Non
 
 def _fill_a(a: Tensor, config: LoraConfig, rank: int) -> None:
     """Draw the starting values of A (r, in), in place."""
-    if a.is_meta:
+    if a.is_meta:  # it has no values, but drawing them would take time
         return
     if config.init_lora_weights == "gaussian":
         nn.init.normal_(a, std=1 / rank)
