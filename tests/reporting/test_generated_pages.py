@@ -67,7 +67,8 @@ def test_a_run_replaces_its_own_rows_and_keeps_those_of_another_cpu(
 ) -> None:
     monkeypatch.setattr(figures, "FOLDER", tmp_path)
     monkeypatch.setattr(figures_page, "FOLDER", tmp_path)
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    for name in ("OMP_NUM_THREADS", "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(sys, "argv", ["benchmarks"])
     slow, fast = Figure("a merge", "peft", 2.0), Figure("a merge", "peft", 3.0, interval=(2.5, 3.5))
     for cpu, rows in (
