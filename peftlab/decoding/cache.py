@@ -76,12 +76,20 @@ class KVCache:
         most: tokens that may be read at once; None for any number.
         states: one tensor per layer.
         context: what the prompts gave in an encoder-decoder model; None in others.
+        dtype: of what is stored; None: as the first that is written to a layer.
     """
 
     most: int | None = None
 
-    def __init__(self, layers: int, batch: int, capacity: int, context: Context | None = None):
-        self.batch, self.capacity, self.context = batch, capacity, context
+    def __init__(
+        self,
+        layers: int,
+        batch: int,
+        capacity: int,
+        context: Context | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        self.batch, self.capacity, self.context, self.dtype = batch, capacity, context, dtype
         self.slots = capacity
         self.states: list[Tensor | None] = [None] * layers
         self._first_layers: FirstLayers | None = None
@@ -105,7 +113,7 @@ class KVCache:
             stored[:, :, block.starts[0] : block.end] = new
         else:
             rows = torch.tensor(block.rows or range(len(block.starts)), device=new.device)
-            stored[rows[:, None], :, block.slots(new.device)] = new.transpose(1, 2)
+            stored[rows[:, None], :, block.slots(new.device)] = new.transpose(1, 2).to(stored.dtype)
         return self.seen(layer, block)
 
     def allocated(self, layer: int, heads: int, dim: int, like: Tensor) -> Tensor:
@@ -116,7 +124,8 @@ class KVCache:
         """
         stored = self.states[layer]
         if stored is None:
-            stored = self.states[layer] = like.new_zeros(self.batch, heads, self.slots, dim)
+            dtype = self.dtype or like.dtype
+            stored = self.states[layer] = like.new_zeros(self.batch, heads, self.slots, dim, dtype=dtype)
         return stored
 
     def seen(self, layer: int, block: Block) -> tuple[Tensor, Tensor]:
@@ -192,7 +201,7 @@ class KVCache:
             rows: to copy, in this order; a row may be named twice. capacity: slots of each copy.
         """
         context = None if self.context is None else self.context.select(rows)
-        copies = KVCache(len(self.states), len(rows), capacity, context)
+        copies = KVCache(len(self.states), len(rows), capacity, context, self.dtype)
         for layer, stored in enumerate(self.states):
             if stored is not None:
                 state = stored.new_zeros(len(rows), stored.shape[1], capacity, stored.shape[3])

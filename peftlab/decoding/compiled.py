@@ -12,6 +12,7 @@ Longer blocks, which are prompts, have torch's attention.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -28,22 +29,30 @@ from peftlab.decoding.tiled import LANES, TiledWeight, tile_linears
 
 MOST_TOKENS = 32
 """New tokens of a sequence at most whose attention is an instruction."""
-_STATES, _NORMED, _HEADS, _ATTENDED, _RAISED, _LOGITS, _SUMS = range(kernels.BUFFERS)
+_STATES, _NORMED, _HEADS, _ATTENDED, _RAISED, _LOGITS, _SUMS, _NARROW, _WIDE = range(kernels.BUFFERS)
+_HALVES = {_NORMED: _NARROW, _ATTENDED: _NARROW, _RAISED: _WIDE}  # where they also are, rounded to bfloat16
 _LAYER = 8  # instructions of a layer, of which the first five are its attention
 _ATTENTION = 5
 Numbers = NDArray[np.int64] | NDArray[np.float32]
 
 
 class CompiledEngine(FlatEngine):
-    """See ``cache.Engine``; a flattened step of which all but the embedding is compiled."""
+    """See ``cache.Engine``; a flattened step of which all but the embedding is compiled.
+
+    States, keys, values and sums are float32. Of a model in bfloat16 the inputs of products are rounded to bfloat16.
+    """
+
+    _computed_in = torch.float32
 
     def _store_weights(self, structure: Structure, products: Products) -> tuple[str, ...]:
         """Write the program; return the forms in which it stores the weights."""
         heads, kv, dim = structure.heads, structure.kv_heads, structure.dim
         width, raised = structure.embedding.shape[1], max(layer.down.weight.shape[1] for layer in structure.layers)
-        head = tile_linears([structure.head], outputs=self.vocab_size)
-        # Of the buffers; that of sums is known when all weights are.
-        self._widths = [width, width, (heads + 2 * kv) * dim, heads * dim, raised, head.tiles * LANES]
+        self._rounded = structure.embedding.dtype == torch.bfloat16
+        head = tile_linears([structure.head], outputs=self.vocab_size, rounded=self._rounded)
+        # Of the buffers, in numbers of 4 bytes; that of sums is known when all weights are.
+        self._widths = [width, width, (heads + 2 * kv) * dim, heads * dim, raised, head.tiles * LANES, 0]
+        self._widths += [max(width, heads * dim) // 2, raised // 2]
         self._weights: list[TiledWeight] = []
         self._norms: list[Tensor] = []
         self._windows = list(dict.fromkeys(layer.window for layer in structure.layers))
@@ -52,7 +61,7 @@ class CompiledEngine(FlatEngine):
         parts = [self._layer(i, layer, rotated) for i, layer in enumerate(structure.layers)]
         self._program = np.concatenate(parts)
         self._last = np.stack((self._norm_of(structure.norm), self._product(head, _NORMED, _LOGITS, STORE)))
-        self._widths.append(max((w.inputs // w.size for w in self._weights if w.sums_needed), default=0))
+        self._widths[_SUMS] = max((w.inputs // w.size for w in self._weights if w.sums_needed), default=0)
         return ("compiled", *dict.fromkeys(weight.stored for weight in self._weights))
 
     def _layer(self, i: int, layer: LayerStructure, rotated: dict[str, int]) -> NDArray[np.void]:
@@ -68,16 +77,17 @@ class CompiledEngine(FlatEngine):
             rotate["key_weight"], rotate["key_eps"] = self._weight_of(layer.keys), layer.keys.eps
         attend = self._instruction(ATTEND, _HEADS, _ATTENDED, **shape)
         attend["scale"], attend["sight"] = self._settings[i]
+        tiled = partial(tile_linears, rounded=self._rounded)
         return np.stack(
             (
                 self._norm_of(layer.before_attention),
-                self._product(tile_linears(layer.qkv), _NORMED, _HEADS, STORE),
+                self._product(tiled(layer.qkv), _NORMED, _HEADS, STORE),
                 rotate,
                 attend,
-                self._product(tile_linears([layer.out]), _ATTENDED, _STATES, ADD),
+                self._product(tiled([layer.out]), _ATTENDED, _STATES, ADD),
                 self._norm_of(layer.before_mlp),
-                self._product(tile_linears(layer.up, interleaved=True), _NORMED, _RAISED, GATED),
-                self._product(tile_linears([layer.down]), _RAISED, _STATES, ADD),
+                self._product(tiled(layer.up, interleaved=True), _NORMED, _RAISED, GATED),
+                self._product(tiled([layer.down]), _RAISED, _STATES, ADD),
             )
         )
 
@@ -87,13 +97,14 @@ class CompiledEngine(FlatEngine):
 
     def _product(self, weight: TiledWeight, x: int, out: int, mode: int) -> NDArray[np.void]:
         self._weights.append(weight)
-        sums = _SUMS if weight.sums_needed else -1
-        return self._instruction(PRODUCT, x, out, mode=mode, sums=sums, **weight.fields())
+        sums, read = _SUMS if weight.sums_needed else -1, _HALVES[x] if self._rounded else x
+        return self._instruction(PRODUCT, read, out, mode=mode, sums=sums, **weight.fields())
 
     def _instruction(self, kind: int, x: int, out: int, **fields: float) -> NDArray[np.void]:
         instruction = np.zeros((), kernels.INSTRUCTION)
-        strides = {"x_stride": 4 * self._widths[x], "out_stride": 4 * self._widths[out]}
-        for name, value in {"kind": kind, "x": x, "out": out, **strides, **fields}.items():
+        half = _HALVES.get(out, 0) if self._rounded else 0
+        strides = {name: 4 * self._widths[i] for name, i in (("x_stride", x), ("out_stride", out), ("half_stride", half))}
+        for name, value in {"kind": kind, "x": x, "out": out, "half": half, **strides, **fields}.items():
             instruction[name] = value
         return instruction
 
@@ -111,7 +122,7 @@ class CompiledEngine(FlatEngine):
         skipped: Collection[int] = (),
     ) -> tuple[Tensor, list[Tensor]]:
         """Run some layers on the states [b, n, H] that enter them; see ``FlatEngine.run_layers``."""
-        h = h.clone(memory_format=torch.contiguous_format)
+        h = h.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
         whole = block.n <= MOST_TOKENS
         masks = {} if whole else {window: self._mask(block, window) for window in self._windows}
         step = self._step(cache, block, h, whole)
@@ -139,7 +150,7 @@ class CompiledEngine(FlatEngine):
                     scale, window = self._settings[i][0], self._windows[self._settings[i][1]]
                     folded, mask = fold_heads(queries, self._kv_heads), masks[window]
                     seen = F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=scale)
-                    step.buffers[_ATTENDED].copy_(unfold_heads(seen, block.n).flatten(0, 1))
+                    step.attended(unfold_heads(seen, block.n).flatten(0, 1))
                     pending.append(mlp - 1)
             if 2 * i + 1 not in skipped:
                 pending.extend(range(mlp, end))
@@ -150,8 +161,8 @@ class CompiledEngine(FlatEngine):
         """Return logits and normed states for the output of the last layer; see ``FlatEngine.output``."""
         if keep is not None:
             h = h[:, keep]
-        h = h.contiguous()
-        step = self._buffers(h.flatten(0, -2), (_NORMED, _LOGITS, _SUMS))
+        h = h.float().contiguous()
+        step = self._buffers(h.flatten(0, -2), (_NORMED, _LOGITS, _SUMS, _NARROW))
         step.run(self._last)
         logits = step.buffers[_LOGITS].view(*h.shape[:-1], -1)[..., : self.vocab_size]
         hidden = step.buffers[_NORMED].view(h.shape)
@@ -173,7 +184,7 @@ class CompiledEngine(FlatEngine):
         Args:
             cache: of the tokens. block: their places. h: their states. whole: whether it has attention.
         """
-        step = self._buffers(h.flatten(0, 1), (_NORMED, _HEADS, _ATTENDED, _RAISED, _SUMS))
+        step = self._buffers(h.flatten(0, 1), range(_NORMED, kernels.BUFFERS))
         places = _places(block)
         states = [cache.allocated(i, 2 * self._kv_heads, self._dim, h) for i in range(self.layers)]
         tables = [part for table in self._tables.values() for part in table.parts(cache.capacity, self.device)]
@@ -215,6 +226,11 @@ class _Step:
     def keep(self, name: str, array: Numbers) -> None:
         """Give the program an array by a name of ``kernels.BLOCK``."""
         self.given[name] = self.kept(array)
+
+    def attended(self, x: Tensor) -> None:
+        """Give the program the attention of all heads [rows, width], as its own instruction writes it."""
+        self.buffers[_ATTENDED].copy_(x)
+        self.buffers[_NARROW].view(torch.bfloat16)[:, : x.shape[1]] = x
 
     def run(self, program: NDArray[np.void]) -> None:
         """Run instructions."""

@@ -119,7 +119,7 @@ def compiled_engine(model: PreTrainedModel, structure: Structure) -> type[FlatEn
     Args:
         model: to decode. structure: its own.
     """
-    if model.device.type != "cpu" or model.dtype != torch.float32 or not can_compile(structure):
+    if model.device.type != "cpu" or model.dtype not in _COMPILED_DTYPES or not can_compile(structure):
         return None
     try:
         from peftlab.decoding.compiled import CompiledEngine
@@ -129,8 +129,11 @@ def compiled_engine(model: PreTrainedModel, structure: Structure) -> type[FlatEn
     return CompiledEngine
 
 
+_COMPILED_DTYPES = (torch.float32, torch.bfloat16)
+
+
 def can_compile(structure: Structure) -> bool:
-    """Return whether a decoder in float32 is built as Llama is, with sizes that vectors divide."""
+    """Return whether a decoder is built as Llama is, with sizes that vectors divide."""
     gated = structure.gated and structure.activation is F.silu and not structure.parallel
     whole = structure.dim % LANES == 0 and _is_plain(structure.norm) and structure.head.addition is None
     return gated and whole and all(_can_compile_layer(layer, structure.dim) for layer in structure.layers)

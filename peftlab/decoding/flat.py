@@ -30,7 +30,7 @@ from peftlab.models.quantised import dequantised, is_quantised
 from peftlab.untyped import KnownModel
 
 Angles = Callable[[Tensor], tuple[Tensor, Tensor]]
-"""Positions [1, n] to cosines and sines [1, n, R] of the R first numbers of a head."""
+"""Positions [1, n] to cosines and sines [1, n, R], in float32, of the R first numbers of a head."""
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ def _llama(model: KnownModel, norms: dict[str, str]) -> Structure:
         )
 
     def angles(kind: str, positions: Tensor) -> tuple[Tensor, Tensor]:
-        return body.rotary_emb(body.embed_tokens.weight[:1], positions, *([kind] if by_kind else []))
+        return body.rotary_emb(body.embed_tokens.weight[:1].float(), positions, *([kind] if by_kind else []))
 
     scale = getattr(body.embed_tokens, "embed_scale", None)
     act = getattr(body.layers[0].mlp, "act_fn", None) or body.layers[0].mlp.activation_fn
@@ -238,7 +238,7 @@ def _gpt_neox(model: KnownModel) -> Structure:
         )
 
     def angles(positions: Tensor) -> tuple[Tensor, Tensor]:
-        return body.rotary_emb(body.embed_in.weight[:1], positions)
+        return body.rotary_emb(body.embed_in.weight[:1].float(), positions)
 
     return Structure(
         layers=tuple(layer(module) for module in body.layers),
@@ -376,6 +376,7 @@ class FlatEngine:
     """See ``cache.Engine``; made by ``engines.build_engine`` from a model and its structure."""
 
     encoder: Encoder | None = None
+    _computed_in: torch.dtype | None = None  # dtype of states, keys and values; None: the model's
 
     def __init__(
         self,
@@ -387,6 +388,7 @@ class FlatEngine:
         features: Sequence[int] = (),
     ):
         products = Products(pack and can_pack(model), model.dtype)
+        self._dtype = self._computed_in or model.dtype
         self.device = model.device
         self.vocab_size = vocabulary or structure.head.weight.shape[0]
         self.limit: int | None = structure.limit
@@ -396,7 +398,7 @@ class FlatEngine:
         self._embedding, self._embedding_scale = structure.embedding, structure.embedding_scale
         self._positions, self._parallel, self._cap = structure.positions, structure.parallel, structure.cap
         self._norm = _norm_function(structure.norm)
-        self._tables = {name: _RotaryTable(angles) for name, angles in structure.angles.items()}
+        self._tables = {name: _RotaryTable(angles, self._dtype) for name, angles in structure.angles.items()}
         self.packed = self._store_weights(structure, products)
         self.kind = ", ".join(["flat", *self.packed])
 
@@ -411,7 +413,7 @@ class FlatEngine:
 
     def new_cache(self, batch: int, capacity: int, context: Context | None = None) -> KVCache:
         """Return an empty cache; see ``Engine.new_cache``."""
-        return KVCache(self.layers, batch, capacity, context)
+        return KVCache(self.layers, batch, capacity, context, self._dtype)
 
     def forward(self, cache: KVCache, tokens: Tensor, block: Block, keep: list[int] | None = None) -> Output:
         """Run the model; see ``Engine.forward``. Tokens that an early exit has read skip the first layers."""
@@ -520,7 +522,7 @@ class FlatEngine:
         return unfold_heads(seen, queries.shape[1])
 
     def _mask(self, block: Block, window: int | None) -> Tensor | None:
-        mask = additive_mask(block.visible(window, self.device), self._embedding.dtype)
+        mask = additive_mask(block.visible(window, self.device), self._dtype)
         groups = self._heads // self._kv_heads  # the queries of a group follow one another, see ``fold_heads``
         return None if mask is None else mask.repeat(1, 1, groups, 1)
 
@@ -545,8 +547,8 @@ def concatenate_states(states: list[Tensor], like: Tensor) -> Tensor:
 class _RotaryTable:
     """A table of the cosines and sines of all positions, computed once for a capacity."""
 
-    def __init__(self, angles: Angles):
-        self._angles, self._cos_sin = angles, (torch.empty(0), torch.empty(0))
+    def __init__(self, angles: Angles, dtype: torch.dtype):
+        self._angles, self._dtype, self._cos_sin = angles, dtype, (torch.empty(0), torch.empty(0))
 
     def rotation(self, block: Block, capacity: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return cosines and sines of the block's positions, [b or 1, n, 1, R].
@@ -568,7 +570,7 @@ class _RotaryTable:
             capacity: positions. device: of the tables.
         """
         if len(self._cos_sin[0]) < capacity:
-            cos, sin = self._angles(torch.arange(capacity, device=device)[None])
+            cos, sin = (part.to(self._dtype) for part in self._angles(torch.arange(capacity, device=device)[None]))
             # (x1, x2) becomes (x1 cos - x2 sin, x2 cos + x1 sin): the halves are swapped, and the sign is in the sine.
             first, second = sin[0].chunk(2, -1)
             self._cos_sin = cos[0].contiguous(), torch.cat((-first, second), -1)

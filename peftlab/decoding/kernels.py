@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import llvmlite.binding
+import numba
 import numpy as np
 import torch
 from llvmlite import ir
@@ -26,21 +27,22 @@ from numba.core import cgutils
 from numba.extending import models, register_model
 from numpy.typing import NDArray
 
-from peftlab.decoding.tiled import BF16, F16, F32, INT8, LANES
+from peftlab.decoding.tiled import BF16, F16, F32, INT8, LANES, PAIRS
 from peftlab.untyped import Compiled
 
 PRODUCT, NORM, ROTATE, ATTEND = range(4)
 """Kinds of instructions."""
 STORE, ADD, GATED = range(3)
 """What a product does with its sums: keep them, add them to what is there, or silu(gate) * factor of pairs of tiles."""
-BUFFERS = 7
+BUFFERS = 9
 """How many tables of rows a block has."""
 
 INSTRUCTION = np.dtype(
     [
         ("kind", "i8"),
-        # Rows are read from buffer x and written to buffer out, ``stride`` bytes each.
-        *[(name, "i8") for name in ("x", "x_stride", "out", "out_stride")],
+        # Rows are read from buffer x and written to buffer out, ``stride`` bytes each; what a norm, an attention or a
+        # gated product writes is also written to buffer ``half``, rounded to bfloat16, unless that is 0.
+        *[(name, "i8") for name in ("x", "x_stride", "out", "out_stride", "half", "half_stride")],
         # PRODUCT: see ``tiled.py``. ``sums`` is the buffer of sums of a block's inputs, -1 where none are needed.
         *[(name, "i8") for name in ("mode", "form", "inputs", "tiles", "codes", "bias")],
         *[(name, "i8") for name in ("scales", "minima", "halves", "size", "sums")],
@@ -242,6 +244,16 @@ def load_bf16(builder, address):
     return builder.bitcast(builder.shl(bits, _all(16)), _FLOATS)
 
 
+@_emits(types.none, _address, _lanes)
+def store_bf16(builder, address, value):
+    """Store the lanes rounded to the nearest bfloat16 number, of two the even one."""
+    bits = builder.bitcast(value, _WORDS)
+    up = builder.add(_all(0x7FFF), builder.and_(builder.lshr(bits, _all(16)), _all(1)))
+    rounded = builder.trunc(builder.lshr(builder.add(bits, up), _all(16)), _of(ir.IntType(16)))
+    builder.store(rounded, builder.inttoptr(address, rounded.type.as_pointer())).align = 2
+    return ir.Constant(ir.IntType(8).as_pointer(), None)
+
+
 @_emits(_lanes, _address)
 def load_int8(builder, address):
     return builder.sitofp(builder.sext(_read(builder, address, _of(ir.IntType(8)), 1), _WORDS), _FLOATS)
@@ -255,6 +267,12 @@ def load_uint4(builder, address):
     for i, half in enumerate((builder.and_(both, _all(15)), builder.lshr(both, _all(4)))):
         pair = builder.insert_value(pair, builder.sitofp(half, _FLOATS), i)
     return pair
+
+
+@njit
+def buffer_of(block, i):
+    """Return the address of buffer i > 0, 0 for i = 0."""
+    return block.buffers[i] if i > 0 else np.int64(0)
 
 
 # ---- Products ---------------------------------------------------------------------------------------------------
@@ -306,6 +324,57 @@ def add_products(context, weight, x, stride, sums):
     return sums(weight, x, stride, sums), generate
 
 
+class _BFloat(ir.Type):
+    """LLVM's type of a bfloat16 number, which llvmlite has no name for."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _BFloat)
+
+    def __hash__(self) -> int:
+        return hash(_BFloat)
+
+
+_multiplies_pairs = numba.config.CPU_NAME in (None, "host") and llvmlite.binding.get_host_cpu_features().get("avx512bf16")
+
+
+@_intrinsic
+def add_pairs(context, weights, x, stride, sums):
+    """Return for each row r: sums[r] + the products of each lane's two bfloat16 weights and the two at x + r stride.
+
+    Two products and a sum are one instruction of CPUs with AVX512-BF16, which rounds as it does. Others round after each
+    product that is added.
+    """
+
+    def generate(_context, builder, _signature, values):
+        weights, x, stride, result = values
+        words, pairs = builder.bitcast(weights, _WORDS), ir.VectorType(_BFloat(), 2 * LANES)
+        for r in range(sums.count):
+            pair = builder.insert_element(
+                ir.Constant(_WORDS, ir.Undefined), _read(builder, x, ir.IntType(32), 2), ir.IntType(32)(0)
+            )
+            pair = builder.shuffle_vector(pair, pair, ir.Constant(_WORDS, [0] * LANES))
+            summed = builder.extract_value(result, r)
+            if _multiplies_pairs:
+                kind = ir.FunctionType(_FLOATS, [_FLOATS, pairs, pairs])
+                name = "llvm.x86.avx512bf16.dpbf16ps.512"
+                multiply = cgutils.get_or_insert_function(builder.module, kind, name)
+                summed = builder.call(multiply, [summed, *(builder.bitcast(v, pairs) for v in (words, pair))])
+            else:
+                for part in (
+                    lambda v: builder.shl(v, _all(16)),
+                    lambda v: builder.and_(v, _all(0xFFFF0000)),
+                ):
+                    factors = (builder.bitcast(part(v), _FLOATS) for v in (words, pair))
+                    summed = _call(builder, "llvm.fma.v16f32", *factors, summed)
+            result, x = builder.insert_value(result, summed, r), builder.add(x, stride)
+        return result
+
+    return sums(weights, x, stride, sums), generate
+
+
 @_intrinsic
 def add_scaled(context, scale, sums, totals):
     """Return for each row r: totals[r] + scale sums[r], rounded once."""
@@ -341,26 +410,25 @@ def silu(x):
 
 
 @njit
-def finish_tile(totals, rows, out, stride, tile, mode, bias, factor):
+def finish_tile(totals, rows, out, stride, half, half_stride, tile, mode, bias, factor):
     """Store a tile's sums, of the first ``rows`` of ``totals``, where its outputs go."""
     for r in range(rows):
         result = times(totals[r], factor)
         if bias != 0:
             result = plus(result, load(bias + 64 * tile))
-        at = out + r * stride + 64 * (tile // 2 if mode == GATED else tile)
+        place = tile // 2 if mode == GATED else tile
+        at = out + r * stride + 64 * place
         if mode == ADD:
             result = plus(load(at), result)
         elif mode == GATED and tile % 2:  # the gate is there already
             result = times(silu(load(at)), result)
+            if half != 0:
+                store_bf16(half + r * half_stride + 32 * place, result)
         store(at, result)
 
 
-def _product_with(pair: Callable, step: int) -> Callable:
-    """Return the product with weights that ``pair`` reads at an address, two inputs of a tile in ``step`` bytes.
-
-    Rows are multiplied one, two or four at a time, of which the fourth may be padding: decoding a weight once more
-    takes longer than multiplying a row in vain. Eight at a time were no faster: multiplying then takes the time.
-    """
+def _sum_of(pair: Callable, step: int) -> Callable:
+    """Return the sum of a chunk of weights that ``pair`` reads at an address, two inputs of a tile in ``step`` bytes."""
 
     @njit
     def sum_chunk(codes, n, x, stride, zeros):
@@ -372,6 +440,30 @@ def _product_with(pair: Callable, step: int) -> Callable:
             odd = add_products(second, x + 4 * k + 4, stride, odd)
             codes += step
         return add_rows(even, odd)
+
+    return sum_chunk
+
+
+@njit
+def sum_pairs(codes, n, x, stride, zeros):
+    """Return sums of n weights times inputs in bfloat16: those of even pairs, plus those of odd ones."""
+    even = odd = zeros
+    for k in range(0, n, 4):
+        even = add_pairs(load(codes), x + 2 * k, stride, even)
+        odd = add_pairs(load(codes + 64), x + 2 * k + 4, stride, odd)
+        codes += 128
+    return add_rows(even, odd)
+
+
+def _product_with(sum_chunk: Callable, step: int, unit: int = 4) -> Callable:
+    """Return the product with weights of which ``sum_chunk`` multiplies some.
+
+    Rows are multiplied one, two or four at a time, of which the fourth may be padding: decoding a weight once more
+    takes longer than multiplying a row in vain. Eight at a time were no faster: multiplying then takes the time.
+
+    Args:
+        sum_chunk: see ``_sum_of``. step: bytes of two inputs' weights in a tile. unit: bytes of an input.
+    """
 
     @njit
     def sum_tile(codes, scales, minima, halves, least, inputs, size, x, stride, sums, sums_stride, zeros):
@@ -385,7 +477,7 @@ def _product_with(pair: Callable, step: int) -> Callable:
             block = zeros
             for first in range(group * size, (group + 1) * size, _CHUNK):
                 n = min(_CHUNK, (group + 1) * size - first)
-                block = add_rows(block, sum_chunk(codes, n, x + 4 * first, stride, zeros))
+                block = add_rows(block, sum_chunk(codes, n, x + unit * first, stride, zeros))
                 codes += step * (n // 2)
             if least != 0:
                 block = add_products(splat(least), sums + 4 * group, sums_stride, block)
@@ -402,6 +494,7 @@ def _product_with(pair: Callable, step: int) -> Callable:
         """Compute this thread's share of the tiles of a product, for all rows."""
         rows, inputs, size, mode = block.rows, op.inputs, op.size, op.mode
         x, stride, out, out_stride = block.buffers[op.x], op.x_stride, block.buffers[op.out], op.out_stride
+        half, half_stride = buffer_of(block, op.half), op.half_stride
         codes, scales, minima, halves, bias = op.codes, op.scales, op.minima, op.halves, op.bias
         factor, least, sums, groups = splat(op.factor), op.least, np.int64(0), inputs // size
         scales_of_tile, sums_stride = (32 if halves else 64) * groups, 4 * groups
@@ -424,7 +517,8 @@ def _product_with(pair: Callable, step: int) -> Callable:
                 left = rows - r
                 given = own, own_scales, own_minima, halves, least, inputs, size
                 read = x + r * stride, stride, sums + r * sums_stride, sums_stride
-                to = out + r * out_stride, out_stride, tile, mode, bias, factor
+                rounded = half + r * half_stride if half else half
+                to = out + r * out_stride, out_stride, rounded, half_stride, tile, mode, bias, factor
                 if left >= 3:
                     finish_tile(sum_tile(*given, *read, (zero, zero, zero, zero)), min(left, 4), *to)
                     r += 4
@@ -438,11 +532,12 @@ def _product_with(pair: Callable, step: int) -> Callable:
     return multiply
 
 
-_multiply_f32 = _product_with(pair_f32, 128)
-_multiply_bf16 = _product_with(pair_bf16, 64)
-_multiply_f16 = _product_with(pair_f16, 64)
-_multiply_int8 = _product_with(pair_int8, 32)
-_multiply_uint4 = _product_with(pair_uint4, 16)
+_multiply_f32 = _product_with(_sum_of(pair_f32, 128), 128)
+_multiply_bf16 = _product_with(_sum_of(pair_bf16, 64), 64)
+_multiply_f16 = _product_with(_sum_of(pair_f16, 64), 64)
+_multiply_int8 = _product_with(_sum_of(pair_int8, 32), 32)
+_multiply_uint4 = _product_with(_sum_of(pair_uint4, 16), 16)
+_multiply_pairs = _product_with(sum_pairs, 64, unit=2)
 
 
 @njit
@@ -455,6 +550,8 @@ def product(op, block, thread, threads):
         _multiply_f16(op, block, thread, threads)
     elif op.form == INT8:
         _multiply_int8(op, block, thread, threads)
+    elif op.form == PAIRS:
+        _multiply_pairs(op, block, thread, threads)
     else:
         _multiply_uint4(op, block, thread, threads)
 
@@ -463,7 +560,7 @@ def product(op, block, thread, threads):
 
 
 @njit
-def norm_into(x, width, weight, eps, out):
+def norm_into(x, width, weight, eps, out, half):
     """Write RMSNorm of ``width`` numbers: x / sqrt(mean x² + eps) times the weight."""
     squares = splat(np.float32(0))
     for k in range(0, 4 * width, 64):
@@ -471,14 +568,18 @@ def norm_into(x, width, weight, eps, out):
         squares = fma(a, a, squares)
     inverse = splat(np.float32(1) / np.sqrt(total(squares) / np.float32(width) + eps))
     for k in range(0, 4 * width, 64):
-        store(out + k, times(times(load(x + k), inverse), load(weight + k)))
+        result = times(times(load(x + k), inverse), load(weight + k))
+        store(out + k, result)
+        if half != 0:
+            store_bf16(half + k // 2, result)
 
 
 @njit
 def norm(op, block, thread, threads):
-    x, out, rows = block.buffers[op.x], block.buffers[op.out], block.rows
+    x, out, half, rows = block.buffers[op.x], block.buffers[op.out], buffer_of(block, op.half), block.rows
     for r in range(rows * thread // threads, rows * (thread + 1) // threads):
-        norm_into(x + r * op.x_stride, op.width, op.weight, op.eps, out + r * op.out_stride)
+        rounded = half + r * op.half_stride if half else half
+        norm_into(x + r * op.x_stride, op.width, op.weight, op.eps, out + r * op.out_stride, rounded)
 
 
 @njit
@@ -493,9 +594,9 @@ def rotate(op, block, thread, threads):
         r, head = item // each, item % each
         at, place = x + r * stride + 4 * dim * head, block.places + 24 * r
         if head < heads and op.weight != 0:
-            norm_into(at, dim, op.weight, op.eps, at)
+            norm_into(at, dim, op.weight, op.eps, at, 0)
         elif heads <= head < heads + kv and op.key_weight != 0:
-            norm_into(at, dim, op.key_weight, op.key_eps, at)
+            norm_into(at, dim, op.key_weight, op.key_eps, at, 0)
         if head < heads + kv:
             cos, sin = cosines + 4 * rotated * word(place, 2), sines + 4 * rotated * word(place, 2)
             for k in range(0, half, 4):
@@ -518,6 +619,7 @@ def slot_of(view, i):
 def attend(op, block, thread, threads):
     """Write the attention of each query head."""
     x, stride, out, out_stride = block.buffers[op.x], op.x_stride, block.buffers[op.out], op.out_stride
+    half = buffer_of(block, op.half)
     rows, heads, kv, dim, scale = block.rows, op.heads, op.kv, op.dim, np.float32(op.scale)
     stored, slots = word(block.states, op.layer), block.slots
     views, width = word(block.views, op.sight), block.view_width
@@ -545,7 +647,7 @@ def attend(op, block, thread, threads):
             weights = plus(weights, weight)
             store(scores + i, weight)
         inverse = splat(np.float32(1) / total(weights))
-        at, k = out + r * out_stride + 4 * dim * head, 0
+        at, rounded, k = out + r * out_stride + 4 * dim * head, half + r * op.half_stride + 2 * dim * head, 0
         while k + 256 <= 4 * dim:  # four vectors of values at a time: sums of several do not wait for one another
             a = b = c = d = none
             for i in range(seen):
@@ -563,6 +665,9 @@ def attend(op, block, thread, threads):
                 a = fma(spread(scores + 4 * i), load(values + 4 * dim * slot_of(view, i) + k), a)
             store(at + k, times(a, inverse))
             k += 64
+        if half != 0:
+            for k in range(0, 4 * dim, 64):
+                store_bf16(rounded + k // 2, load(at + k))
 
 
 # ---- Programs ---------------------------------------------------------------------------------------------------

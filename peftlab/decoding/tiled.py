@@ -19,8 +19,8 @@ from peftlab.decoding.packed import Linear, coded_weight, float16_scale
 
 LANES = 16
 """Outputs of a tile: the numbers of a vector."""
-F32, BF16, F16, INT8, UINT4 = range(5)
-"""Forms of tiled weights."""
+F32, BF16, F16, INT8, UINT4, PAIRS = range(6)
+"""Forms of tiled weights; PAIRS are bfloat16 numbers that multiply inputs in bfloat16."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class TiledWeight:
 
     Attributes:
         form: of its numbers. inputs: K. tiles: N / 16, rounded up.
-        codes: [tiles, K / 2, 2, 16], in which UINT4 has the 2 in a byte. factor: what sums are multiplied by.
+        codes: [tiles, K / 2, 2, 16], in which UINT4 has the 2 in a byte; of PAIRS [tiles, K / 2, 16, 2]. factor: what sums are multiplied by.
         bias: [16 tiles]. size: inputs of a block. least: what is to be added to each code.
         scales, minima: [tiles, K / size, 16]; None where they are 1 and 0.
         stored: the form in words.
@@ -73,15 +73,18 @@ class TiledWeight:
         }
 
 
-def tile_linears(linears: Sequence[Linear], *, outputs: int | None = None, interleaved: bool = False) -> TiledWeight:
+def tile_linears(
+    linears: Sequence[Linear], *, outputs: int | None = None, interleaved: bool = False, rounded: bool = False
+) -> TiledWeight:
     """Return linear maps of one input, stacked along the outputs, in tiles.
 
     Args:
-        linears: in float32, with an even number of inputs and no additions. outputs: how many of them are computed.
+        linears: with an even number of inputs and no additions. outputs: how many of them are computed.
         interleaved: the outputs are two halves (gates, and what they multiply), of which the tiles take turns.
+        rounded: the weights are bfloat16 and their inputs are rounded to bfloat16.
     """
     weights = [linear.weight[:outputs].float() for linear in linears]
-    biases = [linear.bias for linear in linears if linear.bias is not None]
+    biases = [linear.bias.float() for linear in linears if linear.bias is not None]
     weight = torch.cat(weights)
     halves = 2 if interleaved else 1
     inputs, tiles = weight.shape[1], halves * -(-len(weight) // (halves * LANES))
@@ -95,6 +98,9 @@ def tile_linears(linears: Sequence[Linear], *, outputs: int | None = None, inter
 
     bias = tiled(torch.cat(biases)[:outputs, None]).flatten() if biases else None
     half = weight.bfloat16()
+    if rounded:
+        pairs = tiled(half).unflatten(1, (-1, 2)).transpose(2, 3).contiguous()
+        return TiledWeight(PAIRS, inputs, tiles, pairs, bias, "weights and inputs in bf16")
     if torch.equal(half.float(), weight):
         return TiledWeight(BF16, inputs, tiles, tiled(half), bias, "weights in 16 bits")
     if (grow := float16_scale(weight)) is not None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -59,6 +60,7 @@ def some_weight(form: str, outputs: int, groups: int, seed: int) -> Tensor:
         "q5_1": lambda: coded(codes(0, 31), scales, minima),
         "scales in 32 bits": lambda: coded(codes(-127, 127), scales * 29 / 32),
         "int8 rows": lambda: codes(-127, 127) * (scales[:, :1] * 29 / 32),
+        "rounded": lambda: normal.bfloat16().float(),
     }[form]()
 
 
@@ -72,7 +74,14 @@ FORMS = {
     "q5_1": (tiled.INT8, "5-bit blocks of 32"),
     "scales in 32 bits": (tiled.INT8, "8-bit blocks of 32"),
     "int8 rows": (tiled.INT8, "8-bit rows"),
+    "rounded": (tiled.PAIRS, "weights and inputs in bf16"),
 }
+
+
+def tile(form: str, weights: Sequence[Tensor], bias: Tensor | None = None) -> tiled.TiledWeight:
+    """Return the tiles of stacked weights of a form, interleaved if there are two."""
+    linears = [Linear(weight, bias) for weight in weights]
+    return tiled.tile_linears(linears, interleaved=len(weights) > 1, rounded=form == "rounded")
 
 
 def multiply(weight: tiled.TiledWeight, x: Tensor, out: Tensor, mode: int) -> Tensor:
@@ -81,7 +90,8 @@ def multiply(weight: tiled.TiledWeight, x: Tensor, out: Tensor, mode: int) -> Te
     sums = x.new_empty(torch.get_num_threads() * len(x) + kernels.PADDING, weight.inputs)
     rows = len(x)
     x = F.pad(x, (0, 0, 0, kernels.PADDING), value=float("nan"))  # no output depends on what pads the rows
-    fields = {"x_stride": 4 * x.shape[1], "out_stride": 4 * out.shape[1], "out": 1, "mode": mode}
+    x = x.bfloat16() if weight.form == tiled.PAIRS else x
+    fields = {"x_stride": x.element_size() * x.shape[1], "out_stride": 4 * out.shape[1], "out": 1, "mode": mode}
     fields |= {"kind": kernels.PRODUCT, "sums": 2 if weight.sums_needed else -1, **weight.fields()}
     for name, value in fields.items():
         instruction[name] = value
@@ -117,7 +127,8 @@ def test_products_are_those_of_the_stored_numbers(
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(rows, weight.shape[1], generator=generator)
     bias = torch.randn(outputs, generator=generator) if with_bias else None
-    tiles = tiled.tile_linears([Linear(weight, bias)])
+    tiles = tile(form, [weight], bias)
+    x = x.bfloat16().float() if form == "rounded" else x
     expected = x.double() @ weight.double().T + (0 if bias is None else bias.double())
     # Each of K products and sums is rounded; codes with a minimum or an offset are sums of larger numbers.
     magnitude = x.double().abs() @ weight.double().abs().T + 1
@@ -129,14 +140,15 @@ def test_products_are_those_of_the_stored_numbers(
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_weight_is_stored_in_the_smallest_exact_form(form: str) -> None:
-    tiles = tiled.tile_linears([Linear(some_weight(form, 100, 4, seed=1))])
+    tiles = tile(form, [some_weight(form, 100, 4, seed=1)])
     assert (tiles.form, tiles.stored) == FORMS[form]
 
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("mode", [kernels.STORE, kernels.GATED])
 def test_a_row_has_the_same_bits_alone_and_in_company_and_on_any_number_of_threads(form: str, mode: int) -> None:
-    tiles = tiled.tile_linears([Linear(some_weight(form, 160, 3, seed=3))], interleaved=mode == kernels.GATED)
+    weight = some_weight(form, 160, 3, seed=3)
+    tiles = tile(form, [weight] if mode == kernels.STORE else weight.split(80))
     x = torch.randn(11, 96, generator=torch.Generator().manual_seed(4))
     alone = torch.cat([multiply(tiles, row[None].clone(), torch.zeros(1, 160), mode) for row in x])
     for rows in range(2, 12):
@@ -241,6 +253,25 @@ def test_a_path_of_a_tree_has_the_bits_of_a_chain(name: str) -> None:
         assert torch.equal(logits[path], read(engine, tokens[:, path], (11,))[0])
 
 
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_a_model_in_bf16_rounds_the_inputs_of_products_alone(name: str) -> None:
+    """Its logits are nearer to those in float64 of the same weights than the model's own, and have the same bits."""
+    model = tiny(name, scale=1.0).bfloat16()
+    engine = compiled_engine(model)
+    assert "inputs in bf16" in engine.kind
+    tokens = torch.randint(101, (1, 40), generator=torch.Generator().manual_seed(1))
+    short = tokens[:, :9]
+    with torch.inference_mode():
+        exact = copy.deepcopy(model).double()(tokens).logits
+        own = model(tokens).logits
+    long, cache = read(engine, tokens), engine.new_cache(1, 64)
+    assert long.dtype == torch.float32
+    assert (long - exact).norm() < (own - exact).norm() / 2
+    torch.testing.assert_close(long[:, :9], read(engine, short), rtol=0.05, atol=0.05)
+    alone = torch.cat([engine.forward(cache, short[:, [i]], Block((i,), 1)).logits for i in range(9)], 1)
+    assert torch.equal(read(engine, short), alone)
+
+
 def test_long_blocks_agree_with_short_ones() -> None:
     engine = compiled_engine(tiny("Mistral"))
     tokens = torch.randint(101, (1, compiled.MOST_TOKENS + 8), generator=torch.Generator().manual_seed(3))
@@ -299,9 +330,9 @@ def test_other_architectures_keep_their_step(name: str) -> None:
     assert not isinstance(engine, compiled.CompiledEngine)
 
 
-def test_without_packing_in_16_bits_or_with_odd_heads_the_step_is_not_compiled() -> None:
+def test_without_packing_in_float16_or_with_odd_heads_the_step_is_not_compiled() -> None:
     assert build_engine(tiny(), pack=False).kind == "flat"
-    assert "compiled" not in build_engine(tiny().bfloat16()).kind
+    assert "compiled" not in build_engine(tiny().half()).kind
     assert "compiled" not in build_engine(tiny(head_dim=8)).kind
 
 
