@@ -326,6 +326,19 @@ class Block:
         return torch.where(offset < 0, slot, starts + depths)
 
 
+@dataclass(frozen=True)
+class WholeBlock(Block):
+    """A block whose tokens see one another, the later ones too, and all before them; causal where there is a window."""
+
+    def visible(self, window: int | None, device: torch.device) -> Tensor | None:
+        if window is not None:
+            return super().visible(window, device)
+        if self.even:
+            return None
+        ends = torch.tensor(self.starts, device=device)[:, None] + self.n
+        return (torch.arange(self.end, device=device) < ends)[:, None, None].expand(-1, 1, self.n, -1)
+
+
 def visible_slots(starts: Sequence[int], below: Tensor) -> Tensor:
     """Return the mask of slots that the tokens of trees see: all before a row's start, then those of its own tree.
 

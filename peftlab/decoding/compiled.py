@@ -103,8 +103,9 @@ class CompiledEngine(FlatEngine):
     def _instruction(self, kind: int, x: int, out: int, **fields: float) -> NDArray[np.void]:
         instruction = np.zeros((), kernels.INSTRUCTION)
         half = _HALVES.get(out, 0) if self._rounded else 0
-        strides = {name: 4 * self._widths[i] for name, i in (("x_stride", x), ("out_stride", out), ("half_stride", half))}
-        for name, value in {"kind": kind, "x": x, "out": out, "half": half, **strides, **fields}.items():
+        for name, buffer in (("x", x), ("out", out), ("half", half)):
+            instruction[name], instruction[f"{name}_stride"] = buffer, 4 * self._widths[buffer]
+        for name, value in {"kind": kind, **fields}.items():
             instruction[name] = value
         return instruction
 
@@ -255,11 +256,13 @@ def _views(block: Block, places: NDArray[np.int64], windows: Sequence[int | None
         ends = places[:, 2] + 1
         firsts = [np.zeros_like(ends) if window is None else np.maximum(ends - window, 0) for window in windows]
         return [np.stack((first, ends - first, np.zeros_like(ends)), 1) for first in firsts]
-    everything = torch.ones(1, 1, 1, block.end, dtype=torch.bool)
     views = []
     for window in windows:
         visible = block.visible(window, torch.device("cpu"))
-        mask = (everything if visible is None else visible).expand(len(block.starts), 1, block.n, -1).flatten(0, 2)
+        if visible is None:
+            views.append(np.tile([0, block.end, 0, *[0] * block.end], (len(places), 1)))
+            continue
+        mask = visible.expand(len(block.starts), 1, block.n, -1).flatten(0, 2)
         view = np.zeros((len(mask), 3 + block.end), np.int64)
         for row, seen in zip(view, mask.numpy(), strict=True):
             (slots,) = seen.nonzero()

@@ -88,9 +88,9 @@ def build_engine(
     trial: Trial | None = None
     if flat and (structure := structure_of(model)) is not None:
         trial = _make_trial(Trial, model, name)
-        compiled = compiled_engine(model, structure) if pack else None
+        compiled = compiled_engine(structure) if pack else None
         for make in (compiled, partial(FlatEngine, pack=pack)):
-            if make and (engine := _exact_engine(make(model, structure, vocabulary, features=features), trial, [])):
+            if make and (engine := _exact_engine(make(structure, vocabulary, features=features), trial, [])):
                 return engine
     if name in MIXERS:
         engines: list[Engine] = [RecurrentEngine(model, MIXERS[name], vocabulary, features=features)]
@@ -113,13 +113,10 @@ def build_engine(
     )
 
 
-def compiled_engine(model: PreTrainedModel, structure: Structure) -> type[FlatEngine] | None:
-    """Return the class of the compiled step; None without numba, without torch's OpenMP, or for another architecture.
-
-    Args:
-        model: to decode. structure: its own.
-    """
-    if model.device.type != "cpu" or model.dtype not in _COMPILED_DTYPES or not can_compile(structure):
+def compiled_engine(structure: Structure) -> type[FlatEngine] | None:
+    """Return the class of the compiled step; None without numba or torch's OpenMP, or for another architecture."""
+    stored = structure.embedding
+    if stored.device.type != "cpu" or stored.dtype not in _COMPILED_DTYPES or not can_compile(structure):
         return None
     try:
         from peftlab.decoding.compiled import CompiledEngine

@@ -373,23 +373,27 @@ class _Layer:
 
 
 class FlatEngine:
-    """See ``cache.Engine``; made by ``engines.build_engine`` from a model and its structure."""
+    """See ``cache.Engine``; made by ``engines.build_engine`` from a model's structure.
+
+    Args:
+        structure: of the decoder. vocabulary, pack, features: see ``engines.build_engine``.
+    """
 
     encoder: Encoder | None = None
     _computed_in: torch.dtype | None = None  # dtype of states, keys and values; None: the model's
 
     def __init__(
         self,
-        model: PreTrainedModel,
         structure: Structure,
         vocabulary: int | None = None,
         *,
         pack: bool = True,
         features: Sequence[int] = (),
     ):
-        products = Products(pack and can_pack(model), model.dtype)
-        self._dtype = self._computed_in or model.dtype
-        self.device = model.device
+        stored = structure.embedding
+        products = Products(pack and can_pack(stored), stored.dtype)
+        self._dtype = self._computed_in or stored.dtype
+        self.device = stored.device
         self.vocab_size = vocabulary or structure.head.weight.shape[0]
         self.limit: int | None = structure.limit
         self.layers = len(structure.layers)

@@ -28,7 +28,7 @@ from numba.extending import models, register_model
 from numpy.typing import NDArray
 
 from peftlab.decoding.tiled import BF16, F16, F32, INT8, LANES, PAIRS
-from peftlab.untyped import Compiled
+from peftlab.untyped import Compiled, Unwrapped
 
 PRODUCT, NORM, ROTATE, ATTEND = range(4)
 """Kinds of instructions."""
@@ -74,6 +74,7 @@ BLOCK = np.dtype(
 PADDING = 1
 """Rows of numbers that must follow a product's inputs, and their sums, in memory: they may be multiplied too."""
 
+_ROWS = 128  # of a product that are multiplied with all weights before the next: so many stay in a core's cache
 _CHUNK = 32  # inputs whose products are added before their sum joins the others: less rounding, and shorter waits
 
 
@@ -337,15 +338,15 @@ class _BFloat(ir.Type):
         return hash(_BFloat)
 
 
-_multiplies_pairs = numba.config.CPU_NAME in (None, "host") and llvmlite.binding.get_host_cpu_features().get("avx512bf16")
+_config: Unwrapped = numba.config
+_multiplies_pairs = _config.CPU_NAME in (None, "host") and llvmlite.binding.get_host_cpu_features().get("avx512bf16")
 
 
 @_intrinsic
 def add_pairs(context, weights, x, stride, sums):
-    """Return for each row r: sums[r] + the products of each lane's two bfloat16 weights and the two at x + r stride.
+    """Return for each row r: sums[r] + the products of each lane's two bfloat16 weights and the pair at x + r stride.
 
-    Two products and a sum are one instruction of CPUs with AVX512-BF16, which rounds as it does. Others round after each
-    product that is added.
+    On CPUs with AVX512-BF16 two products and a sum are one instruction; on others each product that is added is rounded.
     """
 
     def generate(_context, builder, _signature, values):
@@ -428,7 +429,7 @@ def finish_tile(totals, rows, out, stride, half, half_stride, tile, mode, bias, 
 
 
 def _sum_of(pair: Callable, step: int) -> Callable:
-    """Return the sum of a chunk of weights that ``pair`` reads at an address, two inputs of a tile in ``step`` bytes."""
+    """Return the sum over a chunk of inputs, two of whose weights ``pair`` reads from ``step`` bytes of a tile."""
 
     @njit
     def sum_chunk(codes, n, x, stride, zeros):
@@ -508,26 +509,27 @@ def _product_with(sum_chunk: Callable, step: int, unit: int = 4) -> Callable:
                 put(sums + 4 * i, total(added))
         together = 2 if mode == GATED else 1
         share, zero = op.tiles // together, splat(np.float32(0))
-        for tile in range(together * (share * thread // threads), together * (share * (thread + 1) // threads)):
-            own = codes + tile * step * (inputs // 2)
-            own_scales = scales + tile * scales_of_tile if scales else scales
-            own_minima = minima + tile * scales_of_tile if minima else minima
-            r = 0
-            while r < rows:
-                left = rows - r
-                given = own, own_scales, own_minima, halves, least, inputs, size
-                read = x + r * stride, stride, sums + r * sums_stride, sums_stride
-                rounded = half + r * half_stride if half else half
-                to = out + r * out_stride, out_stride, rounded, half_stride, tile, mode, bias, factor
-                if left >= 3:
-                    finish_tile(sum_tile(*given, *read, (zero, zero, zero, zero)), min(left, 4), *to)
-                    r += 4
-                elif left == 2:
-                    finish_tile(sum_tile(*given, *read, (zero, zero)), 2, *to)
-                    r += 2
-                else:
-                    finish_tile(sum_tile(*given, *read, (zero,)), 1, *to)
-                    r += 1
+        first, last = together * (share * thread // threads), together * (share * (thread + 1) // threads)
+        for begin in range(0, rows, _ROWS):
+            end = min(begin + _ROWS, rows)
+            for tile in range(first, last):
+                own = codes + tile * step * (inputs // 2)
+                own_scales = scales + tile * scales_of_tile if scales else scales
+                own_minima = minima + tile * scales_of_tile if minima else minima
+                given, r = (own, own_scales, own_minima, halves, least, inputs, size), begin
+                while r < end:
+                    read = x + r * stride, stride, sums + r * sums_stride, sums_stride
+                    rounded = half + r * half_stride if half else half
+                    to = out + r * out_stride, out_stride, rounded, half_stride, tile, mode, bias, factor
+                    if end - r >= 3:
+                        finish_tile(sum_tile(*given, *read, (zero, zero, zero, zero)), min(end - r, 4), *to)
+                        r += 4
+                    elif end - r == 2:
+                        finish_tile(sum_tile(*given, *read, (zero, zero)), 2, *to)
+                        r += 2
+                    else:
+                        finish_tile(sum_tile(*given, *read, (zero,)), 1, *to)
+                        r += 1
 
     return multiply
 

@@ -247,14 +247,13 @@ class BlockNetwork(Protocol):
         features: layers of the target whose entering states it reads.
         vocab_size: V, of the target.
         tokens: ids of the tokens that it can draft, rising, [V_d]; None for all.
-        layers: of its cache. block_size: rows of a pass. length: tokens that a pass drafts.
+        block_size: rows of a pass. length: tokens that a pass drafts.
         ranks: how often each choice is right at each depth, as measured; None: not measured.
         image_tokens: how many tokens it reads of an image (``FewerImageTokens``); None: all.
     """
 
     features: tuple[int, ...]
     vocab_size: int
-    layers: int
     block_size: int
     length: int
     ranks: RankRates | None
@@ -265,6 +264,14 @@ class BlockNetwork(Protocol):
 
     @property
     def device(self) -> torch.device: ...
+
+    def new_cache(self, batch: int, capacity: int) -> KVCache:
+        """Return an empty cache of the network.
+
+        Args:
+            batch: sequences. capacity: tokens of each.
+        """
+        ...
 
     def read(self, cache: KVCache, features: Tensor, block: Block) -> None:
         """Store the keys and values of n states of the target for each of b sequences.
@@ -530,7 +537,7 @@ class BlockDrafter(StateDrafter[BlockNetwork]):
         return self.network.acceptance
 
     def _make_cache(self, batch: int, capacity: int) -> KVCache:
-        return KVCache(self.network.layers, batch, capacity + self.network.block_size)
+        return self.network.new_cache(batch, capacity + self.network.block_size)
 
     @torch.inference_mode()
     def propose(self, rows: list[Row], budgets: list[int]) -> Proposal:

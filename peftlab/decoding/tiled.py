@@ -29,7 +29,8 @@ class TiledWeight:
 
     Attributes:
         form: of its numbers. inputs: K. tiles: N / 16, rounded up.
-        codes: [tiles, K / 2, 2, 16], in which UINT4 has the 2 in a byte; of PAIRS [tiles, K / 2, 16, 2]. factor: what sums are multiplied by.
+        codes: [tiles, K / 2, 2, 16], in which UINT4 has the 2 in a byte; of PAIRS [tiles, K / 2, 16, 2].
+        factor: what sums are multiplied by.
         bias: [16 tiles]. size: inputs of a block. least: what is to be added to each code.
         scales, minima: [tiles, K / size, 16]; None where they are 1 and 0.
         stored: the form in words.

@@ -8,9 +8,11 @@ before (``MarkovHead``), and a head that estimates whether a token will be accep
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,9 +22,18 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from peftlab.checkpoints.tensors import write_tensors
-from peftlab.decoding.cache import Block, KVCache, Output
-from peftlab.decoding.flat import fold_heads, rotate, structure_of, unfold_heads
-from peftlab.decoding.packed import pack_linears
+from peftlab.decoding.cache import Block, KVCache, Output, WholeBlock
+from peftlab.decoding.engines import compiled_engine
+from peftlab.decoding.flat import (
+    FlatEngine,
+    LayerStructure,
+    Norm,
+    Structure,
+    rotate,
+    structure_of,
+    without_torch_function,
+)
+from peftlab.decoding.packed import Linear, pack_linears
 from peftlab.decoding.state_drafters import output_at
 from peftlab.decoding.theory import RankRates, acceptance_rate
 from peftlab.drafting.acceptance import (
@@ -68,7 +79,6 @@ from peftlab.drafting.state_network import (
     check_written,
     drafted_tokens,
     read_texts,
-    rows_of_norms,
     shape_for,
     stack_linears,
     token_maps,
@@ -511,8 +521,8 @@ def measure_confidence(model: TargetWithNetwork, data: Dataset, batch_size: int)
 class BlockStep(nn.Module):
     """Computes ``DFlash`` with a cache; see ``decoding.state_drafters.BlockNetwork``.
 
-    The keys and values that all layers make of the target's states are one product, queries, keys and values of a
-    block's rows are one in each layer, and so are gate and up.
+    The rows of a block run as a decoder's do (``decoding.flat``, compiled where it can be). The keys and values that
+    all layers make of the target's states are one product.
 
     Args:
         network: trained; its weights must not change any more. pack: pack them for the CPU.
@@ -522,24 +532,17 @@ class BlockStep(nn.Module):
         super().__init__()
         shape = network.shape
         self.features, self.vocab_size, self.ranks = network.features, network.vocab_size, network.ranks
-        self.layers, self.block_size, self.length = shape.layers, shape.block_size, shape.length
-        self.image_tokens = shape.image_tokens
-        self._heads, self._kv_heads, self._dim, self._eps = shape.heads, shape.kv_heads, shape.head_dim, shape.eps
-        self._window, self._mask_token = shape.window, shape.mask_token
-        self.tokens, self._embedding, self._rotary = network.tokens, network.embedding, RotaryTable(network.angles)
-        self._hidden_norm, self._norm = network.hidden_norm.weight.detach(), network.norm.weight.detach()
-        layers = [layer for layer in network.layers if isinstance(layer, BlockLayer)]
-        each = [layer.self_attn for layer in layers]
-        self.fc, self.lm_head = stack_linears(network.fc), stack_linears(network.lm_head)
+        self.block_size, self.length, self.image_tokens = shape.block_size, shape.length, shape.image_tokens
+        self._kv_heads, self._dim, self._eps = shape.kv_heads, shape.head_dim, shape.eps
+        self._mask_token, self.tokens, self._rotary = shape.mask_token, network.tokens, RotaryTable(network.angles)
+        self._hidden_norm = network.hidden_norm.weight.detach()
+        structure = block_structure(network)
+        make = (compiled_engine(structure) if pack else None) or partial(FlatEngine, pack=pack)
+        self._rows = make(structure)
+        each = [layer.self_attn for layer in network.layers if isinstance(layer, BlockLayer)]
+        self.fc = stack_linears(network.fc)
         self.context = stack_linears(*(linear for one in each for linear in (one.k_proj, one.v_proj)))
-        self.qkv = nn.ModuleList(stack_linears(one.q_proj, one.k_proj, one.v_proj) for one in each)
-        self.out = nn.ModuleList(stack_linears(one.o_proj) for one in each)
-        self.up = nn.ModuleList(stack_linears(layer.mlp.gate_proj, layer.mlp.up_proj) for layer in layers)
-        self.down = nn.ModuleList(stack_linears(layer.mlp.down_proj) for layer in layers)
-        self._norms = [
-            (layer.input_layernorm.weight.detach(), layer.post_attention_layernorm.weight.detach()) for layer in layers
-        ]
-        self._head_norms = [rows_of_norms(one, shape) for one in each]
+        self._key_norms = [one.k_norm.get_parameter("weight").detach() for one in each]
         self.markov = deepcopy(network.markov_head) if shape.markov_rank else None
         self._confidence = deepcopy(network.confidence_head) if shape.confidence else None
         if pack:
@@ -548,43 +551,33 @@ class BlockStep(nn.Module):
     @property
     def device(self) -> torch.device:
         """The device on which it computes."""
-        return self._embedding.device
+        return self._rows.device
+
+    def new_cache(self, batch: int, capacity: int) -> KVCache:
+        """Return an empty cache for so many sequences of so many tokens."""
+        return self._rows.new_cache(batch, capacity)
 
     def read(self, cache: KVCache, features: Tensor, block: Block) -> None:
         """Store the keys and values of the target's states, [b, n, F]."""
-        states = F.rms_norm(self.fc(features.to(self._norm.dtype)), self._norm.shape, self._hidden_norm, self._eps)
-        kv = self._kv_heads
-        x = self.context(states).unflatten(-1, (self.layers, 2 * kv, self._dim))  # [b, n, layers, 2 kv, D]
+        weight, kv = self._hidden_norm, self._kv_heads
+        states = F.rms_norm(self.fc(features.to(weight.dtype)), weight.shape, weight, self._eps)
+        x = self.context(states).unflatten(-1, (len(self._key_norms), 2 * kv, self._dim))  # [b, n, layers, 2 kv, D]
         cos, sin = self._rotary.at(block.positions(self.device), cache.capacity, x.dtype)
-        for layer, norms in enumerate(self._head_norms):
+        for layer, norm in enumerate(self._key_norms):
             both = x[:, :, layer]
-            keys = F.rms_norm(both[:, :, :kv], (self._dim,), norms[-1], self._eps)
+            keys = F.rms_norm(both[:, :, :kv], norm.shape, norm, self._eps)
             rotate(keys, cos, sin)
             cache.write(layer, torch.cat((keys, both[:, :, kv:]), 2).transpose(1, 2), block)
 
     def draft(self, cache: KVCache, last: Tensor, block: Block, count: int) -> Output:
         """Return logits and states of the next ``count`` tokens."""
-        b, n, kv = len(last), block.n, self._kv_heads
-        tokens = torch.full((b, n), self._mask_token, device=last.device)
+        tokens = torch.full((len(last), block.n), self._mask_token, device=last.device)
         tokens[:, 0] = last
-        hidden = F.embedding(tokens, self._embedding).to(self._norm.dtype)
-        cos, sin = self._rotary.at(block.positions(self.device), cache.capacity, hidden.dtype)
-        mask = self._visible(block)
-        mask = None if mask is None else mask.repeat(1, 1, self._heads // kv, 1)
-        for layer, (first, second) in enumerate(self._norms):
-            x = self.qkv[layer](F.rms_norm(hidden, first.shape, first, self._eps)).view(b, n, -1, self._dim)
-            turned = x[:, :, : self._heads + kv]
-            turned.copy_(F.rms_norm(turned, (self._dim,), eps=self._eps) * self._head_norms[layer])
-            rotate(turned, cos, sin)
-            keys, values = cache.write(layer, x[:, :, self._heads :].transpose(1, 2), block)
-            queries = fold_heads(x[:, :, : self._heads], kv)
-            seen = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask)
-            hidden = hidden + self.out[layer](unfold_heads(seen, n))
-            gate, factor = self.up[layer](F.rms_norm(hidden, second.shape, second, self._eps)).chunk(2, -1)
-            hidden = hidden + self.down[layer](F.silu(gate).mul_(factor))
-        begin = n - self.length
-        states = F.rms_norm(hidden[:, begin : begin + count], self._norm.shape, self._norm, self._eps)
-        return Output(self.lm_head(states), states)
+        rows, begin = WholeBlock(block.starts, block.n, block.rows), block.n - self.length
+        with without_torch_function():
+            hidden = self._rows.embed(tokens, rows)
+            hidden, _ = self._rows.run_layers(cache, hidden, rows, range(self._rows.layers))
+            return self._rows.output(hidden, [*range(begin, begin + count)])
 
     @property
     def sees_tokens(self) -> bool:
@@ -601,19 +594,55 @@ class BlockStep(nn.Module):
         """Return the output of place k after each of n tokens ``before`` [b, n], and the memory of a Markov head."""
         if self.markov is None:
             return output_at(output, k), None
-        states = output.hidden[:, k : k + 1].expand(-1, before.shape[1], -1)
+        states = output.hidden[:, k : k + 1].expand(-1, before.shape[1], -1).to(self._hidden_norm.dtype)
         factor, memory = self.markov.factor(before, states, memory)
         logits = output.logits[:, k : k + 1] + self.markov.markov_w2(factor)
         return Output(logits, torch.cat((states, self.markov.markov_w1(before)), -1)), memory
 
-    def _visible(self, block: Block) -> Tensor | None:
-        """Return which slots the rows of a block see, [b or 1, 1, n, end] booleans; None for all."""
-        if self._window is not None:
-            return block.visible(self._window, self.device)
-        if block.even:
-            return None
-        ends = torch.tensor(block.starts, device=self.device)[:, None] + block.n
-        return (torch.arange(block.end, device=self.device) < ends)[:, None, None].expand(-1, 1, block.n, -1)
+
+def block_structure(network: DFlash) -> Structure:
+    """Return the weights and settings by which the rows of blocks run, as those of a decoder."""
+    shape = network.shape
+
+    def linears(*modules: nn.Linear) -> tuple[Linear, ...]:
+        return tuple(Linear(module.weight.detach()) for module in modules)
+
+    def norm(module: nn.Module) -> Norm:
+        return Norm(module.get_parameter("weight").detach(), shape.eps)
+
+    def structure(layer: BlockLayer) -> LayerStructure:
+        one, mlp = layer.self_attn, layer.mlp
+        return LayerStructure(
+            qkv=linears(one.q_proj, one.k_proj, one.v_proj),
+            out=linears(one.o_proj)[0],
+            up=linears(mlp.gate_proj, mlp.up_proj),
+            down=linears(mlp.down_proj)[0],
+            scale=shape.head_dim**-0.5,
+            before_attention=norm(layer.input_layernorm),
+            before_mlp=norm(layer.post_attention_layernorm),
+            queries=norm(one.q_norm),
+            keys=norm(one.k_norm),
+            angles="all",
+            window=shape.window,
+        )
+
+    def angles(positions: Tensor) -> tuple[Tensor, Tensor]:
+        both = (positions[..., None] * network.angles).repeat(1, 1, 2)
+        return both.cos(), both.sin()
+
+    return Structure(
+        layers=tuple(structure(layer) for layer in network.layers if isinstance(layer, BlockLayer)),
+        embedding=network.embedding.to(network.norm.weight.dtype),
+        norm=norm(network.norm),
+        head=linears(network.lm_head)[0],
+        heads=shape.heads,
+        kv_heads=shape.kv_heads,
+        dim=shape.head_dim,
+        activation=F.silu,
+        gated=True,
+        limit=sys.maxsize,
+        angles={"all": angles},
+    )
 
 
 def write_dflash(network: DFlash, directory: Path, *, target: str, architecture: str) -> None:

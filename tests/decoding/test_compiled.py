@@ -290,7 +290,7 @@ def test_parts_of_the_step_are_those_of_the_flattened_one() -> None:
     model = tiny(scale=1.0)
     structure = structure_of(model)
     assert structure is not None
-    ours, flat = compiled_engine(model, features=(1, 3)), FlatEngine(model, structure, features=(1, 3))
+    ours, flat = compiled_engine(model, features=(1, 3)), FlatEngine(structure, features=(1, 3))
     tokens = torch.arange(3, 13)[None]
     block = Block((0,), 10)
     outputs = [engine.forward(engine.new_cache(1, 16), tokens, block) for engine in (ours, flat)]

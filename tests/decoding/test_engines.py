@@ -335,7 +335,7 @@ class BySlot(TransformersEngine):
 
 
 def flat(model):
-    return FlatEngine(model, structure_of(model))
+    return FlatEngine(structure_of(model))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -12,7 +12,6 @@ from draft_models import VOCAB, requests, tiny
 from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 
-from peftlab.decoding.cache import KVCache
 from peftlab.drafting.block import (
     BlockAttention,
     BlockLoss,
@@ -136,7 +135,7 @@ def test_a_drafted_block_is_one_of_training(
     """With a cache into which the states come in parts, and several rows of different lengths."""
     network = network_of(target, tokens, window=window)
     step, features = BlockStep(network, pack=False), features_of(target, network, ids)
-    cache = KVCache(step.layers, 2, 32)
+    cache = step.new_cache(2, 32)
     step.read(cache, features[:, :3], cache.block([0, 1], [0, 0], 3))
     for at in ([3, 3], [5, 3], [9, 8]):
         for row, end in enumerate(at):  # as one row has more new states than the other, each comes alone
@@ -149,6 +148,30 @@ def test_a_drafted_block_is_one_of_training(
         assert drafted.logits.argmax(-1).equal(network.logits(trained).argmax(-1))
         fewer = step.draft(cache, last, cache.block([0, 1], at, step.block_size), 2)
         torch.testing.assert_close(fewer.logits, drafted.logits[:, :2])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("window", [None, 5])
+@torch.no_grad()
+def test_packed_rows_draft_the_same(ids: torch.Tensor, window: int | None, dtype: torch.dtype) -> None:
+    """Compiled, where there is numba: heads of 16 numbers."""
+    target = tiny(3, layers=4, width=32)
+    network = network_of(target, window=window, **spark("gated", rank=16))
+    features = features_of(target, network, ids)
+    last, at = torch.stack((ids[0, 9], ids[1, 6])), [9, 6]
+    anchors = torch.tensor(at)[:, None]
+    wanted = network.drafts(features, ids, anchors)[:, 0]
+    before = ids.gather(1, anchors)
+    scored = network.scored(wanted[:, None], before[:, :, None].expand(-1, -1, 4))[:, 0, 0] @ network.score_weight.T
+    network.parts_to(dtype)
+    step = BlockStep(network)
+    cache = step.new_cache(2, 32)
+    for row, end in enumerate(at):
+        step.read(cache, features[row : row + 1, :end], cache.block([row], [0], end))
+    drafted = step.draft(cache, last, cache.block([0, 1], at, step.block_size), 4)
+    found, _ = step.place(drafted, 0, before, None)
+    exact = {"atol": 1e-4, "rtol": 1e-4} if dtype == torch.float32 else {"atol": 1.0, "rtol": 0.05}
+    torch.testing.assert_close(found.logits[:, 0].float(), scored, **exact)
 
 
 @pytest.mark.parametrize("tokens", [None, TOKENS])
@@ -167,7 +190,7 @@ def test_a_token_drafted_after_another_is_one_of_training(
     scored = network.scored(network.drafts(features, ids, anchors), before)
     trained = scored[:, 0] @ network.score_weight.T  # [b, P, V_d]
     odds = network.confidence_head(confidence_inputs(network, scored.flatten(0, 2), before.flatten())).view(2, 4)
-    cache, memory = KVCache(step.layers, 2, 32), None
+    cache, memory = step.new_cache(2, 32), None
     step.read(cache, features[:, :8], cache.block([0, 1], [0, 0], 8))
     drafted = step.draft(cache, ids.gather(1, anchors)[:, 0], cache.block([0, 1], [6, 8], 4), 4)
     for k in range(4):
