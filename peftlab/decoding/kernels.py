@@ -346,7 +346,7 @@ _multiplies_pairs = _config.CPU_NAME in (None, "host") and llvmlite.binding.get_
 def add_pairs(context, weights, x, stride, sums):
     """Return for each row r: sums[r] + the products of each lane's two bfloat16 weights and the pair at x + r stride.
 
-    On CPUs with AVX512-BF16 two products and a sum are one instruction; on others each product that is added is rounded.
+    With AVX512-BF16 two products and a sum are one instruction; without, each product that is added is rounded.
     """
 
     def generate(_context, builder, _signature, values):
