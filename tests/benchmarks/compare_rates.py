@@ -50,7 +50,7 @@ class Cell:
     Attributes:
         row: its row of the recipe, a group and a rate: ``r16-1e-3``. seed: its seed.
         loss: of the held-out rows. seconds: of training. total_seconds: of the whole run.
-        megabytes: the largest resident memory. parameters: those trained.
+        memory: the largest resident memory in MiB. parameters: those trained.
         cpu: what computed. date: when. versions: of the libraries.
     """
 
@@ -59,7 +59,7 @@ class Cell:
     loss: float
     seconds: float
     total_seconds: float
-    megabytes: float
+    memory: float
     parameters: int
     cpu: Cpu
     date: str
@@ -187,7 +187,7 @@ def _best_table(
     page: str, name: str, rates: Mapping[str, Sequence[str]], best: Mapping[str, Mapping[int, Cell]]
 ) -> Iterator[str]:
     known = {_group(row[0]): row[1:] for row in rows_of_part(page, f"{name} best")}
-    head = ("rows", "best rate", "of full's", "held-out loss", "trained parameters", "training s", "MB")
+    head = ("rows", "best rate", "of full's", "held-out loss", "trained parameters", "training s", "memory MiB")
     yield _line(*head)
     yield _line(*["---"] * len(head))
     for group, of in rates.items():
@@ -202,7 +202,7 @@ def _best_table(
                 loss_text(best[group]),
                 f"{cells[0].parameters / 1e6:.2f} M",
                 f"{statistics.median(cell.seconds for cell in cells):.0f}",
-                f"{max(cell.megabytes for cell in cells):,.0f}",
+                f"{max(cell.memory for cell in cells):,.0f}",
             ]
         yield _line(f"`{group}`", *texts)
 
