@@ -137,7 +137,7 @@ def test_both_sides_train_on_the_same_tokens(
             if row[0] == f"{stories.name}, 2 steps"}  # fmt: skip
     theirs, ours = rows["peft"], rows["peftlab"]
     assert theirs["tokens"] == ours["tokens"] and theirs["trained parameters"] == ours["trained parameters"]
-    assert float(theirs["held-out loss"]) == pytest.approx(float(ours["held-out loss"]), abs=0.01)
+    assert float(theirs["held-out loss"]) == pytest.approx(float(ours["held-out loss"]), abs=0.05)
     assert float(theirs["file MiB"]) == pytest.approx(float(ours["file MiB"]), rel=0.1)
     assert "processing.py reads: 2 of 2" in capfd.readouterr().out
     files = {file: file.stat().st_mtime_ns for file in (tmp_path / "runs").rglob("result.json")}
