@@ -482,6 +482,7 @@ def main(arguments: list[str] | None = None) -> None:
     if not options.model and not (place / "base").exists():
         code = "import sys; from tests.benchmarks.bench_language import make_base; make_base(sys.argv[1])"
         subprocess.run([sys.executable, "-c", code, place / "base"], check=True, cwd=ROOT)  # its memory is no side's
+    check_settings(place / "settings.json", options)
     base = f"{name}, {options.steps} steps"
     for row in options.rows:
         settings, config = read_settings(checkout, row)
@@ -513,33 +514,50 @@ def main(arguments: list[str] | None = None) -> None:
                         run_peftlab(recipe, out)
                 if not (out / "held-out.json").exists():
                     score_held_out(out / ADAPTERS[side], recipe, place / "held-out.jsonl", out / "held-out.json")
-                write_page(options.page, checkout, place, (base, row), options.seeds)
+                write_page(options.page, checkout, place, (base, row))
 
 
-def write_page(page: Path, checkout: Path, place: Path, row: tuple[str, str], seeds: Sequence[int]) -> None:
+def check_settings(file: Path, options: argparse.Namespace) -> None:
+    """Refuse settings other than those of the runs that a directory has; they are kept beside the runs.
+
+    Args:
+        file: where they are kept. options: of the command.
+    """
+    names = ("model", "metamath", "questions", "held_out", "new_tokens", "max_length")
+    given = {name: str(getattr(options, name)) for name in names}
+    kept = json.loads(file.read_text()) if file.exists() else given
+    if differ := [f"--{name.replace('_', '-')} {kept[name]}" for name in names if kept[name] != given[name]]:
+        raise SystemExit(f"{file.parent} has runs of {', '.join(differ)}; give the same, or another --dir")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(given))
+
+
+def write_page(page: Path, checkout: Path, place: Path, row: tuple[str, str]) -> None:
     """Write what the sides of a row have measured into the page, read by peft's ``processing.py`` too.
 
     Args:
         page: the file. checkout: of peft. place: the directory of the runs. row: the base, and one of ``ROWS``.
-        seeds: those of the command.
     """
-    directories = {side: {seed: place / f"{side}-{row[1]}-seed{seed}" for seed in seeds} for side in SIDES}
-    found = {
-        side: {seed: measured for seed, out in of.items() if (measured := read_side(out, side))}
-        for side, of in directories.items()
-    }
-    files = [directories[side][seed] / "result.json" for side in SIDES for seed in found[side]]
-    if importlib.util.find_spec("pandas") is None:
-        read = "not tried: pandas is not installed"
-    else:
+    found: dict[str, dict[int, Measured]] = {side: {} for side in SIDES}
+    files = []
+    for side in SIDES:
+        seeds = [int(out.name.rpartition("-seed")[2]) for out in place.glob(f"{side}-{row[1]}-seed*")]
+        for seed in sorted(seeds):
+            out = place / f"{side}-{row[1]}-seed{seed}"
+            if measured := read_side(out, side):
+                found[side][seed] = measured
+                files.append(out / "result.json")
+    try:
         read = f"{len(read_by_processing(checkout, files))} of {len(files)}"
+    except Exception as error:  # a program of others, which needs pandas; what was measured is written all the same
+        read = f"none: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
     print(f"{row[0]}, {row[1]}: results that peft's processing.py reads: {read}")
     cpu = describe_cpu()
     machine = f"{cpu.threads} thread{'s' * (cpu.threads > 1)}, {', '.join(cpu.features)}"
     hours = sum(one.total_seconds for of in found.values() for one in of.values()) * cpu.threads / 3600
     text = filled(page.read_text(), *row, found)
-    measured = f"{datetime.date.today()}, {machine}, {versions(checkout)}"
-    page.write_text(with_machine(text, (*row, short_name(cpu)), measured, hours, read))
+    where = f"{datetime.date.today()}, {machine}, {versions(checkout)}"
+    page.write_text(with_machine(text, (*row, short_name(cpu)), where, hours, read))
 
 
 if __name__ == "__main__":

@@ -190,21 +190,25 @@ def _best_table(
     head = ("rows", "best rate", "of full's", "held-out loss", "trained parameters", "training s", "memory MiB")
     yield _line(*head)
     yield _line(*["---"] * len(head))
+    full = _rate(best[FULL]) if FULL in best else known.get(FULL, "-")[0].partition(",")[0]
     for group, of in rates.items():
         texts = known.get(group, ["-"] * (len(head) - 1))
         if group in best:
             cells = list(best[group].values())
-            rate = cells[0].row.partition("-")[2]
-            full = best[FULL][min(best[FULL])].row.partition("-")[2] if FULL in best else None
+            rate = _rate(best[group])
             texts = [
                 rate + (", the end of the grid" if rate in (of[0], of[-1]) else ""),
-                f"{float(rate) / float(full):.3g} ×" if full else "-",
+                f"{float(rate) / float(full):.3g} ×" if full != "-" else "-",
                 loss_text(best[group]),
                 f"{cells[0].parameters / 1e6:.2f} M",
                 f"{statistics.median(cell.seconds for cell in cells):.0f}",
                 f"{max(cell.memory for cell in cells):,.0f}",
             ]
         yield _line(f"`{group}`", *texts)
+
+
+def _rate(seeds: Mapping[int, Cell]) -> str:
+    return next(iter(seeds.values())).row.partition("-")[2]
 
 
 def _where(data: str, cells: Sequence[Cell]) -> dict[tuple[str, str], list[str]]:

@@ -72,7 +72,7 @@ def test_cells_that_are_not_measured_keep_their_figures() -> None:
     assert after["r16"][1:3] == ["0.900", "0.800 ± 0.100"] and after[FULL] == before[FULL]
     best = {row[0]: row[1:] for row in rows_of_part(page, "gsm8k best")}
     assert best["`full`"][:3] == ["1e-4", "1 ×", "0.700"], "as it was measured the first time"
-    assert best["`r16`"] == ["3e-3", "-", "0.800 ± 0.100", "3.80 M", "1740", "1,500"]
+    assert best["`r16`"] == ["3e-3", "30 ×", "0.800 ± 0.100", "3.80 M", "1740", "1,500"]
     assert dict(rows_of_part(page, "gsm8k differences"))["`r1` minus `r16`"] == "+0.050 (one seed)"
     assert ["GSM8K", "AMD EPYC", "2026-11-27, 2 threads a cell, avx2, torch 2", "4", "4.0"] in rows_of_part(
         page, "where"
