@@ -45,12 +45,12 @@ Drafts = Mapping[str, tuple[str, ...]]
 
 def cells(page: str) -> dict[str, tuple[str, str, str]]:
     """Return the figures that a page contains."""
-    return {row[0]: (row[3], row[4], row[5]) for row in _rows(page, "systems")}
+    return {row[0]: (row[3], row[4], row[5]) for row in rows_of_part(page, "systems")}
 
 
 def trained_drafts(page: str) -> dict[str, tuple[str, ...]]:
     """Return parameters, minutes and acceptance of the drafts that a page contains."""
-    return {row[0].strip("`"): tuple(row[2:5]) for row in _rows(page, "drafts")}
+    return {row[0].strip("`"): tuple(row[2:5]) for row in rows_of_part(page, "drafts")}
 
 
 def trained(directory: Path) -> dict[str, tuple[str, ...]]:
@@ -92,39 +92,48 @@ def filled(
         test = f"`tests/{system.test}`".replace("::", "` `")
         found = " | ".join(known.get(system.name, NOT_MEASURED))
         lines.append(f"| {system.name} | `{_shown(system.command)}` | {test} | {found} |")
-    page = _with_part(page, "systems", lines)
+    page = with_part(page, "systems", lines)
     trained = trained_drafts(page) | dict(drafts)
     lines = ["| name | trained by | parameters | minutes | acceptance |", "| --- | --- | --- | --- | --- |"]
     for name, command in DRAFTS.items():
         lines.append(" | ".join([f"| `{name}`", f"`peftlab {command}`", *trained.get(name, ("-",) * 3)]) + " |")
-    page = _with_part(page, "drafts", lines)
+    page = with_part(page, "drafts", lines)
     published = [
         f"| {of.system} | {of.benchmark} | {of.tau:.2f} | `{of.like}` | {of.source} |" for of in published_speeds()
     ]
     head = ["| system | prompts | τ there | our drafter of its kind | source |", "| --- | --- | --- | --- | --- |"]
-    page = _with_part(page, "published", [*head, *published])
-    machines = {row[0]: row[1] for row in _rows(page, "where")} | dict(where)
+    page = with_part(page, "published", [*head, *published])
+    machines = {row[0]: row[1] for row in rows_of_part(page, "where")} | dict(where)
     lines = ["| CPU | measured |", "| --- | --- |", *(f"| {name} | {text} |" for name, text in machines.items())]
-    return _with_part(page, "where", lines)
+    return with_part(page, "where", lines)
 
 
 def _shown(command: str) -> str:
     return command.replace("{", "").replace("}", "")
 
 
-def _rows(page: str, name: str) -> list[list[str]]:
-    """Return the cells of a part's table without its head."""
+def rows_of_part(page: str, name: str) -> list[list[str]]:
+    """Return the cells of a part's table without its head.
+
+    Args:
+        page: the page's text. name: of the part, which begins with ``<!-- name -->`` and ends with ``<!-- end -->``.
+    """
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in _part(page, name).splitlines()[2:]]
 
 
 def _part(page: str, name: str) -> str:
     found = re.search(rf"<!-- {name} -->\n(.*?)\n<!-- end -->", page, re.DOTALL)
     if found is None:
-        raise SystemExit(f"{PAGE.name}: no part <!-- {name} -->")
+        raise SystemExit(f"the page has no part <!-- {name} -->")
     return found[1]
 
 
-def _with_part(page: str, name: str, lines: Sequence[str]) -> str:
+def with_part(page: str, name: str, lines: Sequence[str]) -> str:
+    """Return the page with other lines in one of its parts.
+
+    Args:
+        page: the page's text. name: of the part, as in ``rows_of_part``. lines: what the part is to contain.
+    """
     old = f"<!-- {name} -->\n{_part(page, name)}\n<!-- end -->"
     return page.replace(old, "\n".join([f"<!-- {name} -->", *lines, "<!-- end -->"]))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 from itertools import islice
@@ -16,6 +15,7 @@ from peftlab.cli.app import app
 from peftlab.errors import PeftlabError
 from peftlab.pipelines.recipes import run
 from peftlab.reporting.comparison import report
+from tests.benchmarks.compare_peft import VARIABLE, read_by_processing
 
 TEMPLATE = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}{% if m.role == 'assistant' %}</s>{% endif %}\n{% endfor %}"
@@ -121,15 +121,9 @@ class TestPeftsFormat:
         assert stored["train_info"]["file_size"] == (gsm8k / "adapter" / "adapter_model.safetensors").stat().st_size
 
     def test_pefts_own_program_reads_it(self, written: Path) -> None:
-        """PEFT_METHOD_COMPARISON is the directory of that name in a checkout of peft."""
-        place = os.environ.get("PEFT_METHOD_COMPARISON")
-        if place is None:
-            pytest.skip("PEFT_METHOD_COMPARISON does not name peft's method_comparison")
-        problem = importlib.util.spec_from_file_location("peft_processing", Path(place) / "processing.py")
-        assert problem is not None and problem.loader is not None
-        processing = importlib.util.module_from_spec(problem)
-        problem.loader.exec_module(processing)
-        (row,) = processing.load_df(written.parent, task_name="MetaMathQA").to_dict("records")
+        if VARIABLE not in os.environ:
+            pytest.skip(f"{VARIABLE} does not name a checkout of peft")
+        (row,) = read_by_processing(Path(os.environ[VARIABLE]), [written])
         stored = json.loads(written.read_text())
         assert row["test_accuracy"] == stored["train_info"]["metrics"][-1]["test accuracy"]
         assert (row["peft_type"], row["experiment_name"]) == ("LORA", "lora/run")
