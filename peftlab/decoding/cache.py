@@ -282,6 +282,11 @@ class Block:
         """Return whether all rows have the same length, so that a slice can replace a scatter."""
         return self.starts.count(self.starts[0]) == len(self.starts)
 
+    @property
+    def consecutive(self) -> bool:
+        """Return whether the positions of all rows are those from the same one on, so that they are a slice."""
+        return self.even and self.tree is None
+
     def positions(self, device: torch.device) -> Tensor:
         """Return the position of each new token in its sequence, [b, n] (or [1, n] for even rows of chains)."""
         starts = torch.tensor(self.starts[:1] if self.even else self.starts, device=device)
@@ -337,6 +342,40 @@ class WholeBlock(Block):
             return None
         ends = torch.tensor(self.starts, device=device)[:, None] + self.n
         return (torch.arange(self.end, device=device) < ends)[:, None, None].expand(-1, 1, self.n, -1)
+
+
+@dataclass(frozen=True)
+class PlacedBlock(Block):
+    """The tokens of a block at other positions, or with another mask of what they see.
+
+    Attributes:
+        of: the block. at: positions, [b or 1, n]. mask: as ``visible`` returns it.
+    """
+
+    of: Block = field(kw_only=True)
+    at: Tensor = field(kw_only=True)
+    mask: Tensor | None = field(kw_only=True)
+
+    @property
+    def end(self) -> int:
+        return self.of.end
+
+    @property
+    def even(self) -> bool:
+        return self.of.even
+
+    @property
+    def consecutive(self) -> bool:
+        return False
+
+    def positions(self, device: torch.device) -> Tensor:
+        return self.at.to(device)
+
+    def slots(self, device: torch.device) -> Tensor:
+        return self.of.slots(device)
+
+    def visible(self, window: int | None, device: torch.device) -> Tensor | None:
+        return self.mask
 
 
 def visible_slots(starts: Sequence[int], below: Tensor) -> Tensor:

@@ -51,8 +51,9 @@ class CompiledEngine(FlatEngine):
         self._rounded = structure.embedding.dtype == torch.bfloat16
         head = tile_linears([structure.head], outputs=self.vocab_size, rounded=self._rounded)
         # Of the buffers, in numbers of 4 bytes; that of sums is known when all weights are.
-        self._widths = [width, width, (heads + 2 * kv) * dim, heads * dim, raised, head.tiles * LANES, 0]
-        self._widths += [max(width, heads * dim) // 2, raised // 2]
+        read = max(width, *(linear.weight.shape[1] for layer in structure.layers for linear in layer.qkv))
+        self._widths = [width, read, (heads + 2 * kv) * dim, heads * dim, raised, head.tiles * LANES, 0]
+        self._widths += [max(read, heads * dim) // 2, raised // 2]
         self._weights: list[TiledWeight] = []
         self._norms: list[Tensor] = []
         self._windows = list(dict.fromkeys(layer.window for layer in structure.layers))
@@ -66,7 +67,7 @@ class CompiledEngine(FlatEngine):
 
     def _layer(self, i: int, layer: LayerStructure, rotated: dict[str, int]) -> NDArray[np.void]:
         """Return the instructions of a layer, ``_LAYER``."""
-        assert layer.before_attention is not None and layer.before_mlp is not None
+        assert layer.before_mlp is not None
         shape = {"heads": self._heads, "kv": self._kv_heads, "dim": self._dim, "layer": i}
         rotate = self._instruction(ROTATE, _HEADS, _HEADS, **shape)
         if layer.angles is not None:
@@ -80,7 +81,8 @@ class CompiledEngine(FlatEngine):
         tiled = partial(tile_linears, rounded=self._rounded)
         return np.stack(
             (
-                self._norm_of(layer.before_attention),
+                # Without a norm it is not run: what it would write is given.
+                self._norm_of(layer.before_attention or layer.before_mlp),
                 self._product(tiled(layer.qkv), _NORMED, _HEADS, STORE),
                 rotate,
                 attend,
@@ -121,6 +123,7 @@ class CompiledEngine(FlatEngine):
         block: Block,
         layers: range,
         skipped: Collection[int] = (),
+        given: Tensor | None = None,
     ) -> tuple[Tensor, list[Tensor]]:
         """Run some layers on the states [b, n, H] that enter them; see ``FlatEngine.run_layers``."""
         h = h.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
@@ -141,17 +144,21 @@ class CompiledEngine(FlatEngine):
                 finish()
                 reported.append(h.clone())
             if 2 * i not in skipped:
+                if given is not None:
+                    finish()
+                    step.give(_NORMED, given.flatten(0, 1))
+                    first += 1
                 if whole:
                     pending.extend(range(first, mlp))
                 else:
-                    pending.extend(range(first, first + 3))
+                    pending.extend(range(first, mlp - 2))
                     finish()
                     queries = step.buffers[_HEADS].view(*h.shape[:2], -1, self._dim)[:, :, : self._heads]
                     keys, values = cache.seen(i, block)
                     scale, window = self._settings[i][0], self._windows[self._settings[i][1]]
                     folded, mask = fold_heads(queries, self._kv_heads), masks[window]
                     seen = F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=scale)
-                    step.attended(unfold_heads(seen, block.n).flatten(0, 1))
+                    step.give(_ATTENDED, unfold_heads(seen, block.n).flatten(0, 1))
                     pending.append(mlp - 1)
             if 2 * i + 1 not in skipped:
                 pending.extend(range(mlp, end))
@@ -166,8 +173,16 @@ class CompiledEngine(FlatEngine):
         step = self._buffers(h.flatten(0, -2), (_NORMED, _LOGITS, _SUMS, _NARROW))
         step.run(self._last)
         logits = step.buffers[_LOGITS].view(*h.shape[:-1], -1)[..., : self.vocab_size]
-        hidden = step.buffers[_NORMED].view(h.shape)
+        hidden = step.buffers[_NORMED][:, : h.shape[-1]].view(h.shape)
         return Output(logits if self._cap is None else softcap(logits, self._cap), hidden)
+
+    def logits(self, h: Tensor) -> Tensor:
+        """Return the logits for normed states, see ``FlatEngine.logits``."""
+        rows = h.flatten(0, -2)
+        step = self._buffers(rows, (_NORMED, _LOGITS, _SUMS, _NARROW))
+        step.give(_NORMED, rows)
+        step.run(self._last[1:])
+        return step.buffers[_LOGITS].view(*h.shape[:-1], -1)[..., : self.vocab_size]
 
     def _buffers(self, h: Tensor, others: Collection[int]) -> _Step:
         """Return a step with the buffer of states h [R, H], and others."""
@@ -228,10 +243,10 @@ class _Step:
         """Give the program an array by a name of ``kernels.BLOCK``."""
         self.given[name] = self.kept(array)
 
-    def attended(self, x: Tensor) -> None:
-        """Give the program the attention of all heads [rows, width], as its own instruction writes it."""
-        self.buffers[_ATTENDED].copy_(x)
-        self.buffers[_NARROW].view(torch.bfloat16)[:, : x.shape[1]] = x
+    def give(self, buffer: int, x: Tensor) -> None:
+        """Write what products read from a buffer, [rows, width], as an instruction would."""
+        self.buffers[buffer][:, : x.shape[1]] = x
+        self.buffers[_HALVES[buffer]].view(torch.bfloat16)[:, : x.shape[1]] = x
 
     def run(self, program: NDArray[np.void]) -> None:
         """Run instructions."""

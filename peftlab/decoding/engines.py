@@ -141,10 +141,9 @@ def _can_compile_layer(layer: LayerStructure, dim: int) -> bool:
     heads = [norm for norm in (layer.queries, layer.keys) if norm is not None]
     return (
         all(linear.addition is None and linear.weight.shape[1] % LANES == 0 for linear in linears)
-        and layer.before_attention is not None
         and layer.before_mlp is not None
         and layer.after_attention is layer.after_mlp is layer.cap is None
-        and all(map(_is_plain, [layer.before_attention, layer.before_mlp, *heads]))
+        and all(map(_is_plain, [layer.before_attention or layer.before_mlp, layer.before_mlp, *heads]))
         and all(norm.weight.numel() == dim for norm in heads)
     )
 

@@ -457,12 +457,15 @@ class FlatEngine:
         block: Block,
         layers: range,
         skipped: Collection[int] = (),
+        given: Tensor | None = None,
     ) -> tuple[Tensor, list[Tensor]]:
         """Run some layers on the states [b, n, H] that enter them.
 
         Args:
             cache: keys and values. h: [b, n, H]. block: slots of the tokens. layers: indices, rising.
             skipped: sublayers that are left out: 2i is the attention of layer i, 2i + 1 its MLP.
+            given: what queries, keys and values of a layer without a norm before them are made of, [b, n, inputs];
+                None: h.
 
         Returns:
             The states after them, and those that entered the ones among them that ``features`` names.
@@ -478,7 +481,7 @@ class FlatEngine:
                 reported.append(h)
             after = h
             if 2 * i not in skipped:
-                x = layer.qkv(h).view(b, n, heads + 2 * kv, dim)
+                x = layer.qkv(h if given is None else given).view(b, n, heads + 2 * kv, dim)
                 if layer.norm_heads is not None:
                     layer.norm_heads(x)
                 if layer.angles is not None:
@@ -496,9 +499,17 @@ class FlatEngine:
         """
         if keep is not None:
             h = h[:, keep]
-        h = self._norm(h)
-        logits = self._head(h)
+        h = self.normed(h)
+        logits = self.logits(h)
         return Output(logits if self._cap is None else softcap(logits, self._cap), h)
+
+    def normed(self, h: Tensor) -> Tensor:
+        """Return states [..., H] after the final norm."""
+        return self._norm(h)
+
+    def logits(self, h: Tensor) -> Tensor:
+        """Return the logits for normed states, [..., H] -> [..., V], before a cap."""
+        return self._head(h)
 
     def embed(self, tokens: Tensor, block: Block) -> Tensor:
         """Return the states that enter the first layer, [b, n, H].
@@ -561,7 +572,7 @@ class _RotaryTable:
             block: of tokens. capacity: positions that the table must have. device: of the table.
         """
         cos, sin = self.parts(capacity, device)
-        if block.even and block.tree is None:
+        if block.consecutive:
             span = slice(block.starts[0], block.end)
             return cos[None, span, None], sin[None, span, None]
         positions = block.positions(device)

@@ -8,11 +8,9 @@ before (``MarkovHead``), and a head that estimates whether a token will be accep
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -23,17 +21,8 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from peftlab.checkpoints.tensors import write_tensors
 from peftlab.decoding.cache import Block, KVCache, Output, WholeBlock
-from peftlab.decoding.engines import compiled_engine
-from peftlab.decoding.flat import (
-    FlatEngine,
-    LayerStructure,
-    Norm,
-    Structure,
-    rotate,
-    structure_of,
-    without_torch_function,
-)
-from peftlab.decoding.packed import Linear, pack_linears
+from peftlab.decoding.flat import rotate, structure_of, without_torch_function
+from peftlab.decoding.packed import pack_linears
 from peftlab.decoding.state_drafters import output_at
 from peftlab.decoding.theory import RankRates, acceptance_rate
 from peftlab.drafting.acceptance import (
@@ -77,6 +66,8 @@ from peftlab.drafting.state_network import (
     check_embedding,
     check_shapes,
     check_written,
+    decoder_step,
+    decoder_structure,
     drafted_tokens,
     read_texts,
     shape_for,
@@ -536,10 +527,9 @@ class BlockStep(nn.Module):
         self._kv_heads, self._dim, self._eps = shape.kv_heads, shape.head_dim, shape.eps
         self._mask_token, self.tokens, self._rotary = shape.mask_token, network.tokens, RotaryTable(network.angles)
         self._hidden_norm = network.hidden_norm.weight.detach()
-        structure = block_structure(network)
-        make = (compiled_engine(structure) if pack else None) or partial(FlatEngine, pack=pack)
-        self._rows = make(structure)
-        each = [layer.self_attn for layer in network.layers if isinstance(layer, BlockLayer)]
+        layers = [layer for layer in network.layers if isinstance(layer, BlockLayer)]
+        parts = [(it.self_attn, it.mlp, it.input_layernorm, it.post_attention_layernorm) for it in layers]
+        self._rows, each = decoder_step(decoder_structure(network, parts), pack), [layer.self_attn for layer in layers]
         self.fc = stack_linears(network.fc)
         self.context = stack_linears(*(linear for one in each for linear in (one.k_proj, one.v_proj)))
         self._key_norms = [one.k_norm.get_parameter("weight").detach() for one in each]
@@ -598,51 +588,6 @@ class BlockStep(nn.Module):
         factor, memory = self.markov.factor(before, states, memory)
         logits = output.logits[:, k : k + 1] + self.markov.markov_w2(factor)
         return Output(logits, torch.cat((states, self.markov.markov_w1(before)), -1)), memory
-
-
-def block_structure(network: DFlash) -> Structure:
-    """Return the weights and settings by which the rows of blocks run, as those of a decoder."""
-    shape = network.shape
-
-    def linears(*modules: nn.Linear) -> tuple[Linear, ...]:
-        return tuple(Linear(module.weight.detach()) for module in modules)
-
-    def norm(module: nn.Module) -> Norm:
-        return Norm(module.get_parameter("weight").detach(), shape.eps)
-
-    def structure(layer: BlockLayer) -> LayerStructure:
-        one, mlp = layer.self_attn, layer.mlp
-        return LayerStructure(
-            qkv=linears(one.q_proj, one.k_proj, one.v_proj),
-            out=linears(one.o_proj)[0],
-            up=linears(mlp.gate_proj, mlp.up_proj),
-            down=linears(mlp.down_proj)[0],
-            scale=shape.head_dim**-0.5,
-            before_attention=norm(layer.input_layernorm),
-            before_mlp=norm(layer.post_attention_layernorm),
-            queries=norm(one.q_norm),
-            keys=norm(one.k_norm),
-            angles="all",
-            window=shape.window,
-        )
-
-    def angles(positions: Tensor) -> tuple[Tensor, Tensor]:
-        both = (positions[..., None] * network.angles).repeat(1, 1, 2)
-        return both.cos(), both.sin()
-
-    return Structure(
-        layers=tuple(structure(layer) for layer in network.layers if isinstance(layer, BlockLayer)),
-        embedding=network.embedding.to(network.norm.weight.dtype),
-        norm=norm(network.norm),
-        head=linears(network.lm_head)[0],
-        heads=shape.heads,
-        kv_heads=shape.kv_heads,
-        dim=shape.head_dim,
-        activation=F.silu,
-        gated=True,
-        limit=sys.maxsize,
-        angles={"all": angles},
-    )
 
 
 def write_dflash(network: DFlash, directory: Path, *, target: str, architecture: str) -> None:

@@ -18,8 +18,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from peftlab.checkpoints.gguf import read_gguf, rotary_order, tokenizer_fields, write_gguf
 from peftlab.checkpoints.tensors import read_tensors, write_tensors
-from peftlab.decoding.cache import Block, KVCache
-from peftlab.decoding.flat import fold_heads, rotate, structure_of, unfold_heads
+from peftlab.decoding.cache import Block, KVCache, PlacedBlock
+from peftlab.decoding.flat import structure_of, without_torch_function
 from peftlab.decoding.packed import pack_linears
 from peftlab.drafting.acceptance import read_ranks
 from peftlab.drafting.base import DraftExporter, Loss, llama_command, speculators_command
@@ -35,7 +35,6 @@ from peftlab.drafting.state_network import (
     LayerMLP,
     NetworkShape,
     RMSNorm,
-    RotaryTable,
     StateNetwork,
     UnrolledKind,
     UnrolledNetwork,
@@ -43,13 +42,14 @@ from peftlab.drafting.state_network import (
     check_image_tokens,
     check_shapes,
     check_written,
+    decoder_step,
+    decoder_structure,
     decoding_config,
     drafted_tokens,
     image_tokens_field,
     layer_config,
     read_image_tokens,
     read_sizes,
-    rows_of_norms,
     shape_for,
     stack_linears,
     token_maps,
@@ -131,7 +131,7 @@ def norm_features(network: Eagle3, features: Tensor) -> Tensor:
 class EagleStep(nn.Module):
     """Computes ``Eagle3`` row by row with a cache; see ``decoding.state_drafters.FeatureNetwork``.
 
-    Queries, keys and values are one product, and so are gate and up.
+    The layer runs as one of a decoder's does (``decoding.flat``, compiled where it can be).
 
     Args:
         network: trained; its weights must not change any more. pack: pack them for the CPU.
@@ -142,63 +142,43 @@ class EagleStep(nn.Module):
         shape, layer = network.shape, network.layers[0]
         assert isinstance(layer, EagleLayer)
         self.features, self.vocab_size, self.ranks = network.features, network.vocab_size, network.ranks
-        self._heads, self._kv_heads, self._dim, self._eps = shape.heads, shape.kv_heads, shape.head_dim, shape.eps
-        self.window, self.image_tokens = shape.window, shape.image_tokens
-        self.tokens, self._embedding, self._rotary = network.tokens, network.embedding, RotaryTable(network.angles)
+        self.window, self.image_tokens, self.tokens = shape.window, shape.image_tokens, network.tokens
         self._norm_before_residual, self._norm_output = shape.norm_before_residual, shape.norm_output
         self._norm_features = partial(norm_features, network) if shape.norm_before_fc or shape.fc_norm else None
         self._first_norms = torch.stack((layer.input_layernorm.weight, layer.hidden_norm.weight)).detach()
-        self._mlp_norm, self._norm = layer.post_attention_layernorm.weight.detach(), network.norm.weight.detach()
-        attention, mlp = layer.self_attn, layer.mlp
-        self._head_norms = rows_of_norms(attention, shape) if shape.head_norms else None
-        self.fc, self.out, self.down = (
-            stack_linears(network.fc),
-            stack_linears(attention.o_proj),
-            stack_linears(mlp.down_proj),
-        )
-        self.qkv = stack_linears(attention.q_proj, attention.k_proj, attention.v_proj)
-        self.up = stack_linears(mlp.gate_proj, mlp.up_proj)
-        self.lm_head = stack_linears(network.lm_head)
+        self._eps, self.fc = shape.eps, stack_linears(network.fc)
+        parts = (layer.self_attn, layer.mlp, None, layer.post_attention_layernorm)
+        self._layer = decoder_step(decoder_structure(network, [parts]), pack)
         if pack:
             pack_linears(self)
 
     @property
     def device(self) -> torch.device:
         """The device on which it computes."""
-        return self._embedding.device
+        return self._layer.device
 
     def fuse(self, features: Tensor) -> Tensor:
         """Return g for the target's states, [..., F] -> [..., H]."""
-        features = features.to(self._norm.dtype)
+        features = features.to(self._first_norms.dtype)
         return self.fc(features if self._norm_features is None else self._norm_features(features))
 
     def advance(
         self, cache: KVCache, tokens: Tensor, states: Tensor, block: Block, positions: Tensor, visible: Tensor | None
     ) -> Tensor:
         """Return the outputs of rows, [b, n, H], and store their keys and values in the cache."""
-        b, n = tokens.shape
-        heads, kv, dim = self._heads, self._kv_heads, self._dim
-        both = torch.stack((F.embedding(tokens, self._embedding).to(states.dtype), states), 2)
+        embedded = self._layer.embed(tokens, block)
+        both = torch.stack((embedded, states.to(embedded.dtype)), 2)
         both = F.rms_norm(both, both.shape[-1:], eps=self._eps).mul_(self._first_norms)
+        rows = PlacedBlock(block.starts, block.n, block.rows, of=block, at=positions, mask=visible)
         residual = both[:, :, 1] if self._norm_before_residual else states
-        x = self.qkv(both.flatten(2)).view(b, n, heads + 2 * kv, dim)
-        if self._head_norms is not None:
-            x[:, :, : heads + kv] = F.rms_norm(x[:, :, : heads + kv], (dim,), eps=self._eps) * self._head_norms
-        cos, sin = self._rotary.at(positions, cache.capacity, x.dtype)
-        rotate(x[:, :, : heads + kv], cos, sin)
-        keys, values = cache.write(0, x[:, :, heads:].transpose(1, 2), block)
-        mask = visible if visible is None or n == 1 else visible.repeat(1, 1, heads // kv, 1)
-        seen = F.scaled_dot_product_attention(fold_heads(x[:, :, :heads], kv), keys, values, attn_mask=mask)
-        hidden = residual + self.out(unfold_heads(seen, n))
-        gate, factor = self.up(F.rms_norm(hidden, self._mlp_norm.shape, self._mlp_norm, self._eps)).chunk(2, -1)
-        output = hidden + self.down(F.silu(gate).mul_(factor))
-        return F.rms_norm(output, self._norm.shape, self._norm, self._eps) if self._norm_output else output
+        with without_torch_function():
+            output, _ = self._layer.run_layers(cache, residual, rows, range(1), given=both.flatten(2))
+            return self._layer.normed(output) if self._norm_output else output
 
     def logits(self, states: Tensor) -> Tensor:
         """Return the logits of ``tokens``, [..., H] -> [..., V_d]."""
-        if not self._norm_output:
-            states = F.rms_norm(states, self._norm.shape, self._norm, self._eps)
-        return self.lm_head(states)
+        with without_torch_function():
+            return self._layer.logits(states) if self._norm_output else self._layer.output(states).logits
 
 
 _SGLANG = ["LlamaForCausalLMEagle3"]

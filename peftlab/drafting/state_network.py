@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
+import sys
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,6 +23,9 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils import ModelOutput
 
 from peftlab.checkpoints.tensors import map_tensors, write_tensors
+from peftlab.decoding.engines import compiled_engine
+from peftlab.decoding.flat import FlatEngine, LayerStructure, Norm, Structure
+from peftlab.decoding.packed import Linear
 from peftlab.decoding.state_drafters import (
     BlockNetwork,
     FeatureDrafter,
@@ -729,10 +733,66 @@ def stack_linears(*linears: nn.Linear) -> nn.Linear:
     return whole
 
 
-def rows_of_norms(attention: LayerAttention, shape: NetworkShape) -> Tensor:
-    """Return the weights of the norms of queries' and keys' heads, [heads + kv_heads, D]."""
-    norms = ((attention.q_norm, shape.heads), (attention.k_norm, shape.kv_heads))
-    return torch.cat([norm.get_parameter("weight").detach().expand(heads, -1) for norm, heads in norms])
+def decoder_structure(
+    network: StateNetwork, layers: Sequence[tuple[LayerAttention, LayerMLP, RMSNorm | None, RMSNorm]]
+) -> Structure:
+    """Return the weights and settings by which the layers of a network run, as those of a decoder.
+
+    Args:
+        network: of the layers. layers: attention, MLP and the norms before them; None: what attention reads is given.
+    """
+    shape = network.shape
+
+    def linears(*modules: nn.Linear) -> tuple[Linear, ...]:
+        return tuple(Linear(module.weight.detach()) for module in modules)
+
+    def norm(module: nn.Module | None) -> Norm | None:
+        return Norm(module.weight.detach(), shape.eps) if isinstance(module, RMSNorm) else None
+
+    def structure(attention: LayerAttention, mlp: LayerMLP, first: RMSNorm | None, second: RMSNorm) -> LayerStructure:
+        return LayerStructure(
+            qkv=linears(attention.q_proj, attention.k_proj, attention.v_proj),
+            out=linears(attention.o_proj)[0],
+            up=linears(mlp.gate_proj, mlp.up_proj),
+            down=linears(mlp.down_proj)[0],
+            scale=shape.head_dim**-0.5,
+            before_attention=norm(first),
+            before_mlp=norm(second),
+            queries=norm(attention.q_norm),
+            keys=norm(attention.k_norm),
+            angles="all",
+            window=shape.window,
+        )
+
+    def angles(positions: Tensor) -> tuple[Tensor, Tensor]:
+        both = (positions[..., None] * network.angles).repeat(1, 1, 2)
+        return both.cos(), both.sin()
+
+    last = norm(network.norm)
+    assert last is not None
+    return Structure(
+        layers=tuple(structure(*layer) for layer in layers),
+        embedding=network.embedding.to(last.weight.dtype),
+        norm=last,
+        head=linears(network.lm_head)[0],
+        heads=shape.heads,
+        kv_heads=shape.kv_heads,
+        dim=shape.head_dim,
+        activation=F.silu,
+        gated=True,
+        limit=sys.maxsize,
+        angles={"all": angles},
+    )
+
+
+def decoder_step(structure: Structure, pack: bool) -> FlatEngine:
+    """Return the flattened step of a structure, compiled where it can be.
+
+    Args:
+        structure: of a network's layers. pack: pack the weights for the CPU.
+    """
+    compiled = compiled_engine(structure) if pack else None
+    return FlatEngine(structure, pack=pack) if compiled is None else compiled(structure)
 
 
 class RotaryTable:
