@@ -58,7 +58,7 @@ CONDITIONS = (
     "the command's (SmolLM2-135M and Spec-Bench where it names none; [Findings](findings.md#an-eagle-3-layer-over-weights-in-16-bits) has the "
     "commands that made `runs/target` and `runs/eagle3`; `python -m tests.benchmarks.measure_systems --only DFlash` makes "
     "`runs/systems/dflash` and its `questions.jsonl`). llama.cpp and vLLM are asked as servers; llama.cpp rounds activations to "
-    "8 bits where weights are codes."
+    "8 bits where weights are codes, and to bf16 where weights are, as peftlab does in bf16, drafts included."
 )
 SPEC_BENCH = Path(__file__).resolve().parents[2] / ".." / "shared" / "data" / "lm" / "spec_bench_question.jsonl"
 
@@ -169,9 +169,9 @@ Complete = Callable[[Question, int], tuple[list[int], float]]
 """Returns the greedy output of a question with so many new tokens, and the seconds that it took."""
 Way = tuple[Callable[[], AbstractContextManager[None]], Complete]
 """A context in which an engine runs, and how it decodes: out of its turn a server is paused."""
-IN_BF16 = "peftlab, sums in bf16"
+IN_BF16 = "peftlab, inputs in bf16"
 DRAFTED = {f"peftlab, {name}": f"decoding by {name}" for name in ("draft", SUFFIX_AND_DRAFT)}
-OURS = {"peftlab": "plain decoding", IN_BF16: "plain decoding with sums in bf16", **DRAFTED}
+OURS = {"peftlab": "plain decoding", IN_BF16: "plain decoding in bf16", **DRAFTED}
 """peftlab's own ways, and what the page of figures, which has the best of the drafted ones, calls them."""
 
 
@@ -198,12 +198,10 @@ def ways(stack: ExitStack, target: str, place: Path, storage: str) -> dict[str, 
     print(f"{storage}: peftlab's step: {pair.target.kind}")
     found["peftlab"] = (nullcontext, timed(partial(decoded, pair.target, None)))
     if storage == "bf16":
-        in_bf16 = load_pair(str(file), dtype=torch.bfloat16).target
-        found[IN_BF16] = (nullcontext, timed(partial(decoded, in_bf16, None)))
-    reference = os.environ.get("PEFTLAB_DRAFT")
-    if storage == "bf16" and reference is not None:
-        pair = load_pair(str(file), reference)
-        for name in ("draft", SUFFIX_AND_DRAFT):
+        reference = os.environ.get("PEFTLAB_DRAFT")
+        pair = load_pair(str(file), reference, dtype=torch.bfloat16)
+        found[IN_BF16] = (nullcontext, timed(partial(decoded, pair.target, None)))
+        for name in ("draft", SUFFIX_AND_DRAFT) if reference is not None else ():
             drafted = partial(decoded, pair.target, partial(make_drafter, name, pair))
             found[f"peftlab, {name}"] = (nullcontext, timed(drafted))
     return found
