@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from peftlab.decoding import kernels
-from peftlab.decoding.cache import Block, KVCache, Output
+from peftlab.decoding.cache import Block, KVCache, Output, WholeBlock
 from peftlab.decoding.flat import FlatEngine, LayerStructure, Norm, Structure, fold_heads, softcap, unfold_heads
 from peftlab.decoding.kernels import ADD, ATTEND, GATED, NORM, PRODUCT, ROTATE, STORE
 from peftlab.decoding.packed import Products
@@ -135,7 +135,9 @@ class CompiledEngine(FlatEngine):
 
         def finish() -> None:
             if pending:
-                step.run(self._program[pending])
+                span = slice(pending[0], pending[-1] + 1)
+                whole = span.stop - span.start == len(pending)
+                step.run(self._program[span if whole else pending])
                 pending.clear()
 
         for i in layers:
@@ -186,13 +188,15 @@ class CompiledEngine(FlatEngine):
 
     def _buffers(self, h: Tensor, others: Collection[int]) -> _Step:
         """Return a step with the buffer of states h [R, H], and others."""
-        rows = len(h)
-        # Each thread has sums of its own, behind which lie another's or padding.
-        counts = {i: torch.get_num_threads() * rows if i == _SUMS else rows for i in others}
-        wide = {i: torch.empty(count + kernels.PADDING, self._widths[i]) for i, count in counts.items()}
-        for i, buffer in wide.items():
-            buffer[counts[i] :] = 0  # what lies there may be numbers that take long to multiply
-        return _Step({_STATES: h, **{i: buffer[: counts[i]] for i, buffer in wide.items()}}, rows=rows)
+        rows, buffers = len(h), {_STATES: h}
+        for i in others:
+            # Each thread has sums of its own, behind which lie another's or padding.
+            count = torch.get_num_threads() * rows if i == _SUMS else rows
+            wide = torch.empty(count + kernels.PADDING, self._widths[i])
+            if rows % 4 == 3:  # then padding is multiplied, and some numbers take long
+                wide[count:] = 0
+            buffers[i] = wide[:count]
+        return _Step(buffers, rows)
 
     def _step(self, cache: KVCache, block: Block, h: Tensor, whole: bool) -> _Step:
         """Return a step over states [b, n, H].
@@ -258,7 +262,7 @@ def _places(block: Block) -> NDArray[np.int64]:
     """Return row in the cache, slot and position of each token of a block, [b n, 3]."""
     b, n, cpu = len(block.starts), block.n, torch.device("cpu")
     rows = np.repeat(np.array(block.rows or range(b)), n)
-    if _is_chain(block):
+    if type(block) in (Block, WholeBlock) and block.tree is None:
         slots = positions = (np.array(block.starts)[:, None] + np.arange(n)).ravel()
     else:
         slots, positions = (x.expand(b, n).reshape(-1).numpy() for x in (block.slots(cpu), block.positions(cpu)))
@@ -267,25 +271,19 @@ def _places(block: Block) -> NDArray[np.int64]:
 
 def _views(block: Block, places: NDArray[np.int64], windows: Sequence[int | None]) -> list[NDArray[np.int64]]:
     """Return for each window what each token sees, as ``kernels.BLOCK`` has it, in order of slots; [b n, width]."""
-    if _is_chain(block):
-        ends = places[:, 2] + 1
+    whole = type(block) is WholeBlock and [*windows] == [None]
+    if whole or (type(block) is Block and block.tree is None):  # what each sees are slots in a row
+        ends = np.repeat(np.array(block.starts) + block.n, block.n) if whole else places[:, 2] + 1
         firsts = [np.zeros_like(ends) if window is None else np.maximum(ends - window, 0) for window in windows]
         return [np.stack((first, ends - first, np.zeros_like(ends)), 1) for first in firsts]
+    everything = torch.ones(1, 1, 1, block.end, dtype=torch.bool)
     views = []
     for window in windows:
         visible = block.visible(window, torch.device("cpu"))
-        if visible is None:
-            views.append(np.tile([0, block.end, 0, *[0] * block.end], (len(places), 1)))
-            continue
-        mask = visible.expand(len(block.starts), 1, block.n, -1).flatten(0, 2)
+        mask = (everything if visible is None else visible).expand(len(block.starts), 1, block.n, -1).flatten(0, 2)
         view = np.zeros((len(mask), 3 + block.end), np.int64)
         for row, seen in zip(view, mask.numpy(), strict=True):
             (slots,) = seen.nonzero()
             row[2], row[3 : 3 + len(slots)] = len(slots), slots
         views.append(view)
     return views
-
-
-def _is_chain(block: Block) -> bool:
-    """Return whether each token of a block is stored at its position and sees all before it."""
-    return type(block) is Block and block.tree is None
