@@ -532,7 +532,7 @@ class BlockStep(nn.Module):
         self._rows, each = decoder_step(decoder_structure(network, parts), pack), [layer.self_attn for layer in layers]
         self.fc = stack_linears(network.fc)
         self.context = stack_linears(*(linear for one in each for linear in (one.k_proj, one.v_proj)))
-        self._key_norms = [one.k_norm.get_parameter("weight").detach() for one in each]
+        self._key_norms = torch.stack([one.k_norm.get_parameter("weight").detach() for one in each])[:, None]
         self.markov = deepcopy(network.markov_head) if shape.markov_rank else None
         self._confidence = deepcopy(network.confidence_head) if shape.confidence else None
         if pack:
@@ -552,12 +552,12 @@ class BlockStep(nn.Module):
         weight, kv = self._hidden_norm, self._kv_heads
         states = F.rms_norm(self.fc(features.to(weight.dtype)), weight.shape, weight, self._eps)
         x = self.context(states).unflatten(-1, (len(self._key_norms), 2 * kv, self._dim))  # [b, n, layers, 2 kv, D]
+        keys = F.rms_norm(x[..., :kv, :], (self._dim,), eps=self._eps) * self._key_norms
         cos, sin = self._rotary.at(block.positions(self.device), cache.capacity, x.dtype)
-        for layer, norm in enumerate(self._key_norms):
-            both = x[:, :, layer]
-            keys = F.rms_norm(both[:, :, :kv], norm.shape, norm, self._eps)
-            rotate(keys, cos, sin)
-            cache.write(layer, torch.cat((keys, both[:, :, kv:]), 2).transpose(1, 2), block)
+        rotate(keys.flatten(2, 3), cos, sin)
+        x[..., :kv, :] = keys
+        for layer in range(len(self._key_norms)):
+            cache.write(layer, x[:, :, layer].transpose(1, 2), block)
 
     def draft(self, cache: KVCache, last: Tensor, block: Block, count: int) -> Output:
         """Return logits and states of the next ``count`` tokens."""
