@@ -53,7 +53,7 @@ class CompiledEngine(FlatEngine):
         # Of the buffers, in numbers of 4 bytes; that of sums is known when all weights are.
         read = max(width, *(linear.weight.shape[1] for layer in structure.layers for linear in layer.qkv))
         self._widths = [width, read, (heads + 2 * kv) * dim, heads * dim, raised, head.tiles * LANES, 0]
-        self._widths += [max(read, heads * dim) // 2, raised // 2]
+        self._widths += [max(read, heads * dim) // 2, raised // 2] if self._rounded else [0, 0]
         self._weights: list[TiledWeight] = []
         self._norms: list[Tensor] = []
         self._windows = list(dict.fromkeys(layer.window for layer in structure.layers))
@@ -250,7 +250,9 @@ class _Step:
     def give(self, buffer: int, x: Tensor) -> None:
         """Write what products read from a buffer, [rows, width], as an instruction would."""
         self.buffers[buffer][:, : x.shape[1]] = x
-        self.buffers[_HALVES[buffer]].view(torch.bfloat16)[:, : x.shape[1]] = x
+        rounded = self.buffers[_HALVES[buffer]]
+        if rounded.shape[1]:
+            rounded.view(torch.bfloat16)[:, : x.shape[1]] = x
 
     def run(self, program: NDArray[np.void]) -> None:
         """Run instructions."""

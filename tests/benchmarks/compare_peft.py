@@ -40,10 +40,7 @@ SIDES = ("peft", "peftlab")
 ROWS = ("rank32", "rank64", "rank64-rslora", "rank32-dora", "rank10-target-mlp")
 """Experiments of ``experiments/lora/llama-3.2-3B-...`` whose settings peftlab's LoRA has too."""
 LONGEST = 1300  # characters of the rows that their script keeps
-TEXTS, TEXT_LENGTH = (
-    8,
-    1000,
-)  # of WikiText-2, for what training forgets: no longer than the rows, so that memory is training's
+TEXTS, TEXT_LENGTH = 8, 1000  # of WikiText-2, for what training forgets: as short as rows, so that memory is training's
 
 
 @dataclass(frozen=True)
