@@ -57,6 +57,23 @@ Loss = Callable[[nn.Module, dict[str, Tensor]], Tensor]
 """(the model in training, a batch) -> the sum of the loss over tokens."""
 
 
+def in_mixed_precision(loss: Loss, settings: TrainConfig) -> Loss:
+    """Return a loss that computes with modules of its own as ``train.precision`` says.
+
+    accelerate's autocast covers the forward pass of the model alone.
+
+    Args:
+        loss: computes on the device of its ``input_ids``. settings: the recipe's ``train`` section.
+    """
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(settings.precision)
+
+    def computed(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
+        with torch.autocast(inputs["input_ids"].device.type, dtype):
+            return loss(model, inputs)
+
+    return loss if dtype is None else computed
+
+
 @runtime_checkable
 class ScheduledLoss(Protocol):
     """A loss that changes from step to step implements this protocol."""

@@ -35,7 +35,16 @@ from peftlab.drafting.acceptance import (
     response_tokens,
     write_ranks,
 )
-from peftlab.drafting.base import DraftExporter, DraftKind, Loss, Pair, SavedDraft, ServedDraft, TargetLoader
+from peftlab.drafting.base import (
+    DraftExporter,
+    DraftKind,
+    Loss,
+    Pair,
+    SavedDraft,
+    ServedDraft,
+    TargetLoader,
+    in_mixed_precision,
+)
 from peftlab.drafting.config import HeadsConfig, HydraDraft, MedusaDraft
 from peftlab.drafting.objectives import Objective, chunked_loss, following, make_objective
 from peftlab.drafting.target import frozen_hidden, head_weight, input_embedding, last_hidden, unwrapped
@@ -737,7 +746,8 @@ class HeadsKind(DraftKind[HeadsT]):
 
     def loss(self) -> Loss:
         """Return the weighted sum of the heads' losses."""
-        return HeadsLoss(make_objective(self.recipe.objective), self.config.decay, self.config.preserve)
+        loss = HeadsLoss(make_objective(self.recipe.objective), self.config.decay, self.config.preserve)
+        return in_mixed_precision(loss, self.recipe.train)
 
     def score(self, model: nn.Module, data: Dataset, batch_size: int) -> dict[str, float]:
         """Return the mean acceptance of the heads, each head's own, and how much of the target is preserved."""

@@ -308,6 +308,9 @@ def chunked_loss(
     """
     _check(objective, chunk, head_weight, target_head)
     divergence = OBJECTIVES[objective]
+    shared, head_weight = target_head is head_weight, _in_autocast(head_weight)
+    if target_head is not None:
+        target_head = head_weight if shared else _in_autocast(target_head)
 
     wide = torch.promote_types(hidden.dtype, torch.float32)
     if weights is None:
@@ -334,6 +337,13 @@ def chunked_loss(
         return (shares[rows] * losses).sum()
 
     return chunked_sum(loss, hidden, kept, chunk, parameters)
+
+
+def _in_autocast(head: Tensor) -> Tensor:
+    """Return a frozen head as autocast multiplies it: it would convert it for every chunk."""
+    device = head.device.type
+    autocast = torch.is_autocast_enabled(device) and not head.requires_grad
+    return head.to(torch.get_autocast_dtype(device)) if autocast else head
 
 
 def _check(objective: str, chunk: int, head_weight: Tensor, target_head: Tensor | None) -> None:

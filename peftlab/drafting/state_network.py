@@ -45,7 +45,15 @@ from peftlab.drafting.acceptance import (
     response_tokens,
     write_ranks,
 )
-from peftlab.drafting.base import DraftKind, Loss, Pair, SavedDraft, ServedDraft, TargetLoader
+from peftlab.drafting.base import (
+    DraftKind,
+    Loss,
+    Pair,
+    SavedDraft,
+    ServedDraft,
+    TargetLoader,
+    in_mixed_precision,
+)
 from peftlab.drafting.config import StateConfig, UnrolledConfig
 from peftlab.drafting.objectives import Objective, chunked_loss, make_objective
 from peftlab.drafting.target import (
@@ -1131,8 +1139,9 @@ class UnrolledKind(StateKind[UnrolledT]):
 
     def loss(self) -> Loss:
         """Return the weighted sum of the steps' losses."""
-        return FeatureLoss(
-            make_objective(self.recipe.objective), self.config.steps, self.config.decay, known=self.known
+        config, objective = self.config, make_objective(self.recipe.objective)
+        return in_mixed_precision(
+            FeatureLoss(objective, config.steps, config.decay, known=self.known), self.recipe.train
         )
 
     def score(self, model: nn.Module, data: Dataset, batch_size: int) -> dict[str, float]:

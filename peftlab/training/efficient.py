@@ -17,7 +17,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from statistics import NormalDist
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy
 import torch
@@ -148,7 +148,14 @@ class Muon(torch.optim.AdamW):
     Muon (Jordan et al. 2024): the step of a matrix is the nearest orthogonal matrix to its Nesterov momentum, times
     0.2 √(longer side), so that its entries are as large as AdamW's steps and the same learning rate serves both
     (arXiv 2502.16982).
+
+    Args:
+        groups: of parameters. dtype: in which momenta are made orthogonal. options: of AdamW.
     """
+
+    def __init__(self, groups: list[dict[str, object]], dtype: torch.dtype, **options: Any):
+        super().__init__(groups, **options)
+        self._dtype = dtype
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -164,7 +171,7 @@ class Muon(torch.optim.AdamW):
                     state["step"] = torch.zeros(())  # which AdamW expects of each parameter when it loads its state
                 gradient = parameter.grad.float()
                 state["momentum"].lerp_(gradient, 1 - _MOMENTUM)
-                update = orthogonalise(gradient.lerp(state["momentum"], _MOMENTUM))
+                update = orthogonalise(gradient.lerp(state["momentum"], _MOMENTUM), self._dtype)
                 parameter.mul_(1 - group["lr"] * group["weight_decay"])
                 parameter.add_(update, alpha=-group["lr"] * 0.2 * max(parameter.shape) ** 0.5)
         self.param_groups = [group for group in groups if not group.get("muon")]
@@ -174,14 +181,14 @@ class Muon(torch.optim.AdamW):
             self.param_groups = groups
 
 
-def orthogonalise(matrix: Tensor) -> Tensor:
-    """Return a matrix with the singular vectors of ``matrix`` [m, n] and singular values near 1."""
+def orthogonalise(matrix: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a matrix with the singular vectors of ``matrix`` [m, n] and singular values near 1, of ``dtype``."""
     wide = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.mT
-    x = wide / wide.norm().clamp_min(1e-7)
+    x = (wide / wide.norm().clamp_min(1e-7)).to(dtype)
     a, b, c = _NEWTON_SCHULZ
     for _ in range(5):
         square = x @ x.mT
-        x = a * x + (b * square + c * square @ square) @ x
+        x = torch.addmm(x, torch.addmm(square, square, square, beta=b, alpha=c), x, beta=a)
     return x if wide is matrix else x.mT
 
 

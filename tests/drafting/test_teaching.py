@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from draft_models import medusa, requests, tiny
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from peftlab.decoding.theory import acceptance_rate
 from peftlab.drafting.acceptance import measure
+from peftlab.drafting.base import in_mixed_precision
+from peftlab.drafting.block import BlockLoss
 from peftlab.drafting.early_exit import EarlyExitLoss, find_exit, measure_exits
 from peftlab.drafting.heads import HeadsLoss, measure_heads
 from peftlab.drafting.model import OnPolicy
 from peftlab.drafting.objectives import OBJECTIVES, Objective, PairLoss, selective_mask, topk_targets
+from peftlab.drafting.state_network import FeatureLoss, TargetWithNetwork
 from peftlab.drafting.target import check_head, forward_hidden, head_weight, truncate
 from peftlab.drafting.text import Collate, make_dataset, stored_topk
 from peftlab.errors import PeftlabError
 from peftlab.methods.inject import count_parameters, inject, make_config, trainable_parameters
 from peftlab.tasks.prompts import Request
+from peftlab.training.config import TrainConfig
+from tests.eagle_models import dflash, eagle
 
 
 def batch_of(rows: Any) -> dict[str, torch.Tensor]:
@@ -240,6 +247,50 @@ class TestHeads:
         heads, trunk = measure_heads(model, rows)
         assert trunk.rates()["acceptance"] == 1.0
         assert [int(head.tokens.sum()) for head in heads] == [sum(n - 1 - i for n in rows["kept"]) for i in range(2)]
+
+
+class _Products(TorchDispatchMode):
+    """Collects the dtypes of matrix products within the block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: set[torch.dtype] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm):
+            self.dtypes |= {value.dtype for value in args if isinstance(value, torch.Tensor)}
+        return func(*args, **kwargs or {})
+
+
+def _features() -> tuple[Any, Any]:
+    target = tiny(3, layers=4).requires_grad_(False)
+    return FeatureLoss(Objective("kl"), 3, 0.8), TargetWithNetwork(target, eagle(target))
+
+
+def _blocks() -> tuple[Any, Any]:
+    target = tiny(3, layers=4).requires_grad_(False)
+    return BlockLoss(Objective("kl"), 8, 0.8), TargetWithNetwork(target, dflash(target, mask_token=2))
+
+
+def _heads() -> tuple[Any, Any]:
+    return HeadsLoss(Objective("kl")), medusa(tiny(0), heads=2)
+
+
+@pytest.mark.parametrize("make", [_features, _blocks, _heads])
+def test_modules_of_a_draft_compute_in_the_precision_of_training(make: Callable[[], tuple[Any, Any]]) -> None:
+    """Accelerate's autocast covers the forward pass of the model, and these modules compute outside it."""
+    losses = {}
+    for precision, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
+        loss, model = make()
+        torch.manual_seed(0)
+        with _Products() as products:
+            value = in_mixed_precision(loss, TrainConfig(lr=1e-3, precision=precision))(
+                model, batch_of(make_dataset(requests()))
+            )
+            value.backward()
+        assert products.dtypes == {dtype}
+        losses[precision] = float(value.detach())
+    assert losses["bf16"] == pytest.approx(losses["fp32"], rel=0.02)
 
 
 def test_early_exit_is_the_truncated_model() -> None:

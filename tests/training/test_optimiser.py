@@ -227,5 +227,6 @@ def test_muon_steps_matrices_as_torch_does_and_the_rest_by_adamw() -> None:
         torch.testing.assert_close(mine[name], theirs[name])
     ours, reference = (of["layers.0.weight"] - start["layers.0.weight"] for of in (mine, theirs))
     assert float((ours - reference).detach().norm() / reference.norm()) < 0.05  # torch's iterates in bfloat16
-    singular = torch.linalg.svdvals(orthogonalise(torch.randn(5, 9)))
-    assert 0.5 < float(singular.min()) <= float(singular.max()) < 1.3
+    for dtype in (torch.float32, torch.bfloat16):
+        singular = torch.linalg.svdvals(orthogonalise(torch.randn(5, 9), dtype).float())
+        assert 0.5 < float(singular.min()) <= float(singular.max()) < 1.3
