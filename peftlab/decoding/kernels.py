@@ -11,24 +11,50 @@ weight is used. So a row's numbers are the same bits whatever rows it is compute
 
 from __future__ import annotations
 
-import ctypes
-import inspect
-import math
 from collections.abc import Callable
-from pathlib import Path
 
 import llvmlite.binding
 import numba
 import numpy as np
-import torch
 from llvmlite import ir
-from numba import carray, cfunc, extending, from_dtype, njit, types
+from numba import carray, cfunc, from_dtype, njit, types
 from numba.core import cgutils
-from numba.extending import models, register_model
 from numpy.typing import NDArray
 
 from peftlab.decoding.tiled import BF16, F16, F32, INT8, LANES, PAIRS
-from peftlab.untyped import Compiled, Unwrapped
+from peftlab.models.vectors import (
+    FLOATS,
+    WORDS,
+    all_of,
+    all_threads,
+    call,
+    exp,
+    fma,
+    intrinsic,
+    load,
+    load_bf16,
+    load_f16,
+    load_int8,
+    load_uint4,
+    number,
+    over,
+    plus,
+    prefetch,
+    put,
+    read,
+    repeat,
+    run_on_threads,
+    splat,
+    spread,
+    store,
+    store_bf16,
+    this_thread,
+    times,
+    total,
+    wait,
+    word,
+)
+from peftlab.untyped import Unwrapped
 
 PRODUCT, NORM, ROTATE, ATTEND = range(4)
 """Kinds of instructions."""
@@ -79,206 +105,7 @@ _AHEAD = 3072  # bytes: several rows take so little time a weight that the next 
 _CHUNK = 32  # inputs whose products are added before their sum joins the others: less rounding, and shorter waits
 
 
-# ---- Vectors ----------------------------------------------------------------------------------------------------
-
-
-class _Lanes(types.Type):
-    """Numba's type of sixteen float32 numbers, which LLVM keeps in one, two or four registers."""
-
-    def __init__(self) -> None:
-        super().__init__(name="Lanes")
-
-
-_FLOATS = ir.VectorType(ir.FloatType(), LANES)
-_WORDS = ir.VectorType(ir.IntType(32), LANES)
-_lanes = _Lanes()
-_intrinsic: Compiled = extending.intrinsic
-_address = types.int64
 _instruction, _block = from_dtype(INSTRUCTION), from_dtype(BLOCK)
-
-
-@register_model(_Lanes)
-class _LanesModel(models.PrimitiveModel):
-    def __init__(self, manager: object, numba_type: object):
-        super().__init__(manager, numba_type, _FLOATS)
-
-
-def _emits(result: types.Type, *arguments: types.Type) -> Callable:
-    """Return a decorator that makes a function of LLVM's builder and values callable from compiled code."""
-
-    def decorate(build: Callable) -> Callable:
-        def typer(context: object, *_: object) -> object:
-            return result(*arguments), lambda _context, builder, _signature, values: build(builder, *values)
-
-        names = inspect.signature(build).parameters.values()
-        typer.__signature__ = inspect.Signature([p.replace(annotation=p.empty) for p in names])  # type: ignore[attr-defined]
-        typer.__name__ = build.__name__
-        return _intrinsic(typer)
-
-    return decorate
-
-
-def _read(builder: ir.IRBuilder, address: ir.Value, kind: ir.Type, align: int) -> ir.Value:
-    value = builder.load(builder.inttoptr(address, kind.as_pointer()))
-    value.align = align
-    return value
-
-
-def _write(builder: ir.IRBuilder, address: ir.Value, value: ir.Value) -> ir.Value:
-    builder.store(value, builder.inttoptr(address, value.type.as_pointer())).align = 4
-    return ir.Constant(ir.IntType(8).as_pointer(), None)
-
-
-def _call(builder: ir.IRBuilder, name: str, *values: ir.Value) -> ir.Value:
-    kind = ir.FunctionType(values[0].type, [value.type for value in values])
-    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), values)
-
-
-def _repeat(builder: ir.IRBuilder, number: ir.Value) -> ir.Value:
-    first = builder.insert_element(ir.Constant(_FLOATS, ir.Undefined), number, ir.IntType(32)(0))
-    return builder.shuffle_vector(first, first, ir.Constant(_WORDS, [0] * LANES))
-
-
-def _all(value: int) -> ir.Constant:
-    return ir.Constant(_WORDS, [value] * LANES)
-
-
-def _of(kind: ir.Type) -> ir.VectorType:
-    return ir.VectorType(kind, LANES)
-
-
-@_emits(types.int64, _address, types.int64)
-def word(builder, table, i):
-    """The i-th whole number of a table."""
-    address = builder.add(table, builder.mul(i, ir.IntType(64)(8)))
-    return _read(builder, address, ir.IntType(64), 8)
-
-
-@_emits(types.float32, _address)
-def number(builder, address):
-    return _read(builder, address, ir.FloatType(), 4)
-
-
-@_emits(types.none, _address, types.float32)
-def put(builder, address, value):
-    return _write(builder, address, value)
-
-
-@_emits(_lanes, _address)
-def load(builder, address):
-    return _read(builder, address, _FLOATS, 4)
-
-
-@_emits(types.none, _address, _lanes)
-def store(builder, address, value):
-    return _write(builder, address, value)
-
-
-@_emits(types.none, _address)
-def prefetch(builder, address):
-    """Ask for the 64 bytes at an address, which need not exist."""
-    pointer, one = ir.IntType(8).as_pointer(), ir.IntType(32)
-    kind = ir.FunctionType(ir.VoidType(), [pointer, one, one, one])
-    ask = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-    builder.call(ask, [builder.inttoptr(address, pointer), one(0), one(3), one(1)])
-    return ir.Constant(pointer, None)
-
-
-@_emits(_lanes, _address)
-def spread(builder, address):
-    """The number at an address in all lanes."""
-    return _repeat(builder, _read(builder, address, ir.FloatType(), 4))
-
-
-@_emits(_lanes, types.float32)
-def splat(builder, value):
-    return _repeat(builder, value)
-
-
-@_emits(_lanes, _lanes, _lanes)
-def plus(builder, a, b):
-    return builder.fadd(a, b)
-
-
-@_emits(_lanes, _lanes, _lanes)
-def times(builder, a, b):
-    return builder.fmul(a, b)
-
-
-@_emits(_lanes, _lanes, _lanes)
-def over(builder, a, b):
-    return builder.fdiv(a, b)
-
-
-@_emits(_lanes, _lanes, _lanes, _lanes)
-def fma(builder, a, b, c):
-    """a b + c, rounded once."""
-    return _call(builder, "llvm.fma.v16f32", a, b, c)
-
-
-@_emits(types.float32, _lanes)
-def total(builder, a):
-    """The sum of the lanes: halves are added until one number is left."""
-    width = LANES // 2
-    while width:
-        places = ir.Constant(_WORDS, [i + width if i < width else i for i in range(LANES)])
-        a = builder.fadd(a, builder.shuffle_vector(a, a, places))
-        width //= 2
-    return builder.extract_element(a, ir.IntType(32)(0))
-
-
-@_emits(_lanes, _lanes)
-def exp(builder, x):
-    """e^x, within two units in the last place from -87 to 88, and constant beyond."""
-
-    def f(value: float) -> ir.Constant:
-        return ir.Constant(_FLOATS, [value] * LANES)
-
-    x = _call(builder, "llvm.minnum.v16f32", _call(builder, "llvm.maxnum.v16f32", x, f(-87.0)), f(88.0))
-    n = _call(builder, "llvm.rint.v16f32", builder.fmul(x, f(math.log2(math.e))))
-    rest = _call(builder, "llvm.fma.v16f32", n, f(-0.693359375), x)  # ln 2 in two parts, the first exact in a product
-    rest = _call(builder, "llvm.fma.v16f32", n, f(2.12194440e-4), rest)
-    series = f(1.9875691500e-4)
-    for factor in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1, 1.0, 1.0):
-        series = _call(builder, "llvm.fma.v16f32", series, rest, f(factor))
-    exponent = builder.shl(builder.add(builder.fptosi(n, _WORDS), _all(127)), _all(23))
-    return builder.fmul(series, builder.bitcast(exponent, _FLOATS))
-
-
-@_emits(_lanes, _address)
-def load_f16(builder, address):
-    return builder.fpext(_read(builder, address, _of(ir.HalfType()), 2), _FLOATS)
-
-
-@_emits(_lanes, _address)
-def load_bf16(builder, address):
-    bits = builder.zext(_read(builder, address, _of(ir.IntType(16)), 2), _WORDS)
-    return builder.bitcast(builder.shl(bits, _all(16)), _FLOATS)
-
-
-@_emits(types.none, _address, _lanes)
-def store_bf16(builder, address, value):
-    """Store the lanes rounded to the nearest bfloat16 number, of two the even one."""
-    bits = builder.bitcast(value, _WORDS)
-    up = builder.add(_all(0x7FFF), builder.and_(builder.lshr(bits, _all(16)), _all(1)))
-    rounded = builder.trunc(builder.lshr(builder.add(bits, up), _all(16)), _of(ir.IntType(16)))
-    builder.store(rounded, builder.inttoptr(address, rounded.type.as_pointer())).align = 2
-    return ir.Constant(ir.IntType(8).as_pointer(), None)
-
-
-@_emits(_lanes, _address)
-def load_int8(builder, address):
-    return builder.sitofp(builder.sext(_read(builder, address, _of(ir.IntType(8)), 1), _WORDS), _FLOATS)
-
-
-@_emits(types.UniTuple(_lanes, 2), _address)
-def load_uint4(builder, address):
-    """The low and the high halves of sixteen bytes."""
-    both = builder.zext(_read(builder, address, _of(ir.IntType(8)), 1), _WORDS)
-    pair = ir.Constant(ir.ArrayType(_FLOATS, 2), ir.Undefined)
-    for i, half in enumerate((builder.and_(both, _all(15)), builder.lshr(both, _all(4)))):
-        pair = builder.insert_value(pair, builder.sitofp(half, _FLOATS), i)
-    return pair
 
 
 @njit
@@ -321,15 +148,15 @@ def load_scale(at, group, halves):
     return load_f16(at + 32 * group) if halves else load(at + 64 * group)
 
 
-@_intrinsic
+@intrinsic
 def add_products(context, weight, x, stride, sums):
     """Return for each row r: sums[r] + weight times the number at x + r stride, rounded once."""
 
     def generate(_context, builder, _signature, values):
         weight, x, stride, result = values
         for r in range(sums.count):
-            factor = _repeat(builder, _read(builder, x, ir.FloatType(), 4))
-            summed = _call(builder, "llvm.fma.v16f32", weight, factor, builder.extract_value(result, r))
+            factor = repeat(builder, read(builder, x, ir.FloatType(), 4))
+            summed = call(builder, "llvm.fma.v16f32", weight, factor, builder.extract_value(result, r))
             result, x = builder.insert_value(result, summed, r), builder.add(x, stride)
         return result
 
@@ -353,7 +180,7 @@ _config: Unwrapped = numba.config
 _multiplies_pairs = _config.CPU_NAME in (None, "host") and llvmlite.binding.get_host_cpu_features().get("avx512bf16")
 
 
-@_intrinsic
+@intrinsic
 def add_pairs(context, weights, x, stride, sums):
     """Return for each row r: sums[r] + the products of each lane's two bfloat16 weights and the pair at x + r stride.
 
@@ -362,32 +189,32 @@ def add_pairs(context, weights, x, stride, sums):
 
     def generate(_context, builder, _signature, values):
         weights, x, stride, result = values
-        words, pairs = builder.bitcast(weights, _WORDS), ir.VectorType(_BFloat(), 2 * LANES)
+        words, pairs = builder.bitcast(weights, WORDS), ir.VectorType(_BFloat(), 2 * LANES)
         for r in range(sums.count):
             pair = builder.insert_element(
-                ir.Constant(_WORDS, ir.Undefined), _read(builder, x, ir.IntType(32), 2), ir.IntType(32)(0)
+                ir.Constant(WORDS, ir.Undefined), read(builder, x, ir.IntType(32), 2), ir.IntType(32)(0)
             )
-            pair = builder.shuffle_vector(pair, pair, ir.Constant(_WORDS, [0] * LANES))
+            pair = builder.shuffle_vector(pair, pair, ir.Constant(WORDS, [0] * LANES))
             summed = builder.extract_value(result, r)
             if _multiplies_pairs:
-                kind = ir.FunctionType(_FLOATS, [_FLOATS, pairs, pairs])
+                kind = ir.FunctionType(FLOATS, [FLOATS, pairs, pairs])
                 name = "llvm.x86.avx512bf16.dpbf16ps.512"
                 multiply = cgutils.get_or_insert_function(builder.module, kind, name)
                 summed = builder.call(multiply, [summed, *(builder.bitcast(v, pairs) for v in (words, pair))])
             else:
                 for part in (
-                    lambda v: builder.shl(v, _all(16)),
-                    lambda v: builder.and_(v, _all(0xFFFF0000)),
+                    lambda v: builder.shl(v, all_of(16)),
+                    lambda v: builder.and_(v, all_of(0xFFFF0000)),
                 ):
-                    factors = (builder.bitcast(part(v), _FLOATS) for v in (words, pair))
-                    summed = _call(builder, "llvm.fma.v16f32", *factors, summed)
+                    factors = (builder.bitcast(part(v), FLOATS) for v in (words, pair))
+                    summed = call(builder, "llvm.fma.v16f32", *factors, summed)
             result, x = builder.insert_value(result, summed, r), builder.add(x, stride)
         return result
 
     return sums(weights, x, stride, sums), generate
 
 
-@_intrinsic
+@intrinsic
 def add_scaled(context, scale, sums, totals):
     """Return for each row r: totals[r] + scale sums[r], rounded once."""
 
@@ -395,13 +222,13 @@ def add_scaled(context, scale, sums, totals):
         scale, added, result = values
         for r in range(sums.count):
             parts = builder.extract_value(added, r), builder.extract_value(result, r)
-            result = builder.insert_value(result, _call(builder, "llvm.fma.v16f32", scale, *parts), r)
+            result = builder.insert_value(result, call(builder, "llvm.fma.v16f32", scale, *parts), r)
         return result
 
     return sums(scale, sums, totals), generate
 
 
-@_intrinsic
+@intrinsic
 def add_rows(context, a, b):
     """Return for each row r: a[r] + b[r]."""
 
@@ -691,35 +518,8 @@ def attend(op, block, thread, threads):
 
 # ---- Programs ---------------------------------------------------------------------------------------------------
 
-_NAMES = ("GOMP_parallel", "GOMP_barrier", "omp_get_thread_num", "omp_get_num_threads")
-_torch = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
-_functions = {name: getattr(_torch, name) for name in _NAMES}
-for _name, _function in _functions.items():
-    llvmlite.binding.add_symbol(_name, ctypes.cast(_function, ctypes.c_void_p).value)
 
-
-def _openmp(builder: ir.IRBuilder, name: str, result: ir.Type) -> ir.Value:
-    return builder.call(cgutils.get_or_insert_function(builder.module, ir.FunctionType(result, []), name), [])
-
-
-@_emits(types.int64)
-def this_thread(builder):
-    return builder.sext(_openmp(builder, "omp_get_thread_num", ir.IntType(32)), ir.IntType(64))
-
-
-@_emits(types.int64)
-def all_threads(builder):
-    return builder.sext(_openmp(builder, "omp_get_num_threads", ir.IntType(32)), ir.IntType(64))
-
-
-@_emits(types.none)
-def wait(builder):
-    """Wait until all threads are here."""
-    _openmp(builder, "GOMP_barrier", ir.VoidType())
-    return ir.Constant(ir.IntType(8).as_pointer(), None)
-
-
-@_intrinsic
+@intrinsic
 def instructions_at(context, address):
     """The instructions at an address."""
     pointer = types.CPointer(_instruction)
@@ -748,14 +548,10 @@ def _execute(pointer):
         wait()
 
 
-_parallel = _functions["GOMP_parallel"]
-_parallel.argtypes, _parallel.restype = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint], None
-
-
 def run(block: NDArray[np.void]) -> None:
     """Execute a program on as many threads as torch has.
 
     Args:
         block: [1] of ``BLOCK``.
     """
-    _parallel(_execute.address, block.ctypes.data, torch.get_num_threads(), 0)
+    run_on_threads(_execute, block.ctypes.data)

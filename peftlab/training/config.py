@@ -195,8 +195,8 @@ class TrainConfig(Section):
     max_grad_norm: float | None = Field(default=1.0, gt=0, description="Gradient norm clipping; null for none.")
     precision: Literal["fp32", "tf32", "bf16", "fp16"] = Field(
         default="fp32",
-        description="bf16, fp16: mixed precision of the forward; tf32: fp32, with TF32 products on GPUs. With bf16 Muon's "
-        "momenta are made orthogonal in bf16, too.",
+        description="bf16, fp16: mixed precision of the forward; tf32: fp32, with TF32 products on GPUs. With bf16 "
+        "Muon's momenta are made orthogonal in bf16, too.",
     )
     compile: bool = Field(
         default=False, description="Compile the model with torch.compile; where that fails, continue without."

@@ -17,7 +17,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from statistics import NormalDist
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy
 import torch
@@ -150,11 +150,13 @@ class Muon(torch.optim.AdamW):
     (arXiv 2502.16982).
 
     Args:
-        groups: of parameters. dtype: in which momenta are made orthogonal. options: of AdamW.
+        groups: of parameters. dtype: in which momenta are made orthogonal. betas, eps: AdamW's.
     """
 
-    def __init__(self, groups: list[dict[str, object]], dtype: torch.dtype, **options: Any):
-        super().__init__(groups, **options)
+    def __init__(
+        self, groups: list[dict[str, object]], dtype: torch.dtype, lr: float, betas: tuple[float, float], eps: float
+    ):
+        super().__init__(groups, lr=lr, betas=betas, eps=eps)
         self._dtype = dtype
 
     @torch.no_grad()

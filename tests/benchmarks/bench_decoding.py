@@ -3,8 +3,8 @@
 Run alone on the machine: ``python -m tests.benchmarks decoding``. With ``PEFTLAB_DRAFT=DIRECTORY`` a trained draft
 of any kind joins in, and, if it is a model, ``transformers``' assisted generation with the very same draft;
 ``PEFTLAB_TARGET`` names the model that it was trained for, and ``PEFTLAB_PROMPTS=FILE`` prompts of its domain instead
-of the Spec-Bench questions; ``PEFTLAB_COUNT`` (5 prompts), ``PEFTLAB_GAMMA`` and ``PEFTLAB_DTYPES`` ("float32
-bfloat16") are taken, too. With ``PEFTLAB_TOP_P=P`` all sample at temperature 0.8, cut to top-p.
+of the Spec-Bench questions; ``PEFTLAB_COUNT`` (5 prompts), ``PEFTLAB_GAMMA``, ``PEFTLAB_DTYPES`` ("float32 bfloat16") and
+beside engines ``PEFTLAB_CONFIDENCE`` are taken, too: a draft ends after a token that it gave less. With ``PEFTLAB_TOP_P=P`` all sample at temperature 0.8, cut to top-p.
 
 ``python -m tests.benchmarks decoding --engines`` has llama.cpp and vLLM for CPUs in the same turns, over weights in 16,
 8 and 4 bits, with as many threads; ``PEFTLAB_ENGINES`` is the interpreter of an environment that has them. A prompt's time is that of one
@@ -34,6 +34,7 @@ from peftlab.decoding.decode import Drafter, Fixed, Generation, StoppingCriteria
 from peftlab.decoding.engines import build_engine
 from peftlab.decoding.measurements import Timings, rate_intervals, step_seconds
 from peftlab.decoding.model_free import PromptLookup, TokenRecycling
+from peftlab.decoding.policies import Confidence
 from peftlab.decoding.sampled_trees import rsd_c
 from peftlab.decoding.sampling import Sampling
 from peftlab.drafting.base import SUFFIX_AND_DRAFT, load_pair, make_drafter
@@ -49,6 +50,7 @@ from tests.packages import SMOLLM2
 NEW, REPEATS, LONGEST = 64, 3, 300
 PROMPTS = int(os.environ.get("PEFTLAB_COUNT", "5"))
 GAMMA, WIDTH = int(os.environ.get("PEFTLAB_GAMMA", "4")), 3
+CONFIDENCE = float(os.environ.get("PEFTLAB_CONFIDENCE", "0"))
 TOP_P = float(os.environ.get("PEFTLAB_TOP_P", "0"))
 SAMPLING = Sampling(0.8, top_p=TOP_P) if TOP_P else Sampling()
 GENERATE = "transformers.generate"
@@ -234,7 +236,8 @@ def decoded(target: Engine, drafter: Callable[[], Drafter] | None, question: Que
     """Return peftlab's output."""
     stopping = StoppingCriteria(new)
     made = None if drafter is None else drafter()
-    return decode(target, [question.ids], stopping, made, policy=partial(Fixed, GAMMA))[0].tokens
+    policy = partial(Confidence, GAMMA, CONFIDENCE) if CONFIDENCE else partial(Fixed, GAMMA)
+    return decode(target, [question.ids], stopping, made, policy=policy)[0].tokens
 
 
 def beside_engines(target: str) -> list[Figure]:

@@ -18,7 +18,7 @@ from torch import nn
 import peftlab
 from peftlab.checkpoints.merge import merge_checkpoint
 from peftlab.errors import PeftlabError
-from peftlab.methods.lora.functional import dropout
+from peftlab.methods.lora.dropout import dropout
 
 IDS = torch.arange(3, 33).view(2, 15)
 TEXT = {"input_ids": IDS}

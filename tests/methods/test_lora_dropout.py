@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -12,39 +13,52 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import peftlab
-from peftlab.methods.lora.functional import MASK_BLOCK, decide, dropout, keep_mask, low_rank_linear, threshold
+from peftlab.methods.lora import functional
+from peftlab.methods.lora.dropout import Dropped, dropout, keep_mask
+from peftlab.methods.lora.functional import MASK_BLOCK, low_rank_linear
 
 RATES = (0.05, 0.1, 0.3, 0.5, 1 / 3, 0.9, 0.75, 2**-9, 0.999)
 
 
 @pytest.mark.parametrize("p", RATES)
 def test_the_probability_is_exact(p):
-    """Over all 256 bytes, and all 2^53 values that torch's uniform double has."""
-    bound, rest = threshold(p)
-    assert Fraction(bound) + Fraction(rest) == 256 * Fraction(p) and 0 <= rest < 1
-    refined = Fraction(math.ceil(Fraction(rest) * 2**53), 2**53)  # values k/2^53 below rest
-    assert (bound + refined) / 256 == Fraction(p)
+    """Over all 2^16 values of the first bits, and all 2^64 of the further word."""
+    bound, rest = Dropped(0, p).threshold()
+    assert 0 <= rest < 2**64
+    assert abs((bound + Fraction(rest, 2**64)) / 2**16 - Fraction(p)) < Fraction(1, 2**68)
 
 
-@pytest.mark.parametrize("p", RATES)
-def test_what_each_byte_decides(p):
-    bound, rest = threshold(p)
-    every = torch.arange(256, dtype=torch.uint8)
-    undecided = []
-    for seed in range(40):
-        torch.manual_seed(seed)
-        keep = every.clone()
-        decide(keep, p)
-        assert not keep[:bound].any() and keep[bound + 1 :].all()
-        torch.manual_seed(seed)
-        assert bool(keep[bound]) == (torch.rand(1, dtype=torch.float64).item() >= rest)
-        undecided.append(bool(keep[bound]))
-    assert set(undecided) == ({True} if rest == 0 else {True, False}) or not 0.1 < rest < 0.9
+def word(number: int, seed: int) -> int:
+    """SplitMix64, in Python's numbers."""
+    z = (seed + number * 0x9E3779B97F4A7C15) % 2**64
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB % 2**64
+    return z ^ (z >> 31)
+
+
+@pytest.mark.parametrize("p", [*RATES, 1e-6, 1 - 1e-6])
+def test_what_each_elements_bits_decide(p):
+    bound, rest = Dropped(0, p).threshold()
+    seeds = (0, 1, 2**63 + 12345, 2**64 - 1)
+    for seed in seeds:
+        kept = Dropped(seed, p).kept(8, 400)
+        for i in range(400):
+            bits = word((8 + i) // 4, seed) >> 16 * (i % 4) & 0xFFFF
+            assert kept[i] == (bits > bound or (bits == bound and word(2**63 + 8 + i, seed) >= rest))
+
+
+def test_bits_that_are_the_bound_are_decided_by_a_further_word():
+    """Of all elements with bits equal to the bound; each further word is used for one element."""
+    dropped = Dropped(7, (100 + 0.25) / 2**16)
+    every = np.array([word(i, 7) for i in range(1 << 16)], dtype=np.uint64).view(np.uint16)
+    (undecided,) = np.nonzero(every == 100)
+    kept = dropped.kept(0, len(every))[undecided]
+    assert len(kept) > 2 and kept.tolist() == [word(2**63 + int(i), 7) >= 2**62 for i in undecided]
 
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
 def test_elements_at_every_place_of_a_word_are_dropped_alike(p):
-    """A word of the generator decides for eight elements: all its 64 bits must be random."""
+    """A word decides for four elements: all its 64 bits must be random, and independent of the next word's."""
     torch.manual_seed(0)
     mask = keep_mask(torch.empty(100_000, 8), p).double()
     spread = math.sqrt(p * (1 - p) / len(mask))
@@ -96,29 +110,39 @@ def test_gradients_are_those_of_the_formula():
 LONG = (2 * MASK_BLOCK + 1000) // 64  # rows of width 64 that make two blocks or more, the last of them shorter
 
 
+@pytest.fixture(params=["compiled", "torch"])
+def products(request, monkeypatch):
+    """By numba's code, or as without it."""
+    if request.param == "torch":
+        monkeypatch.setattr(functional, "_kernels", lambda: None)
+    elif functional._kernels() is None:
+        pytest.skip("no numba")
+
+
+@pytest.mark.usefixtures("products")
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 0.01)]
 )
-@pytest.mark.parametrize("threads", [1, 2])
-def test_inputs_of_several_blocks_have_the_formulas_gradients(dtype, tolerance, threads):
+@pytest.mark.parametrize(("threads", "p", "rank"), [(1, 0.1, 2), (2, 0.1, 5), (2, 0.0, 3), (1, 0.3, 32)])
+def test_inputs_of_several_blocks_have_the_formulas_gradients(dtype, tolerance, threads, p, rank):
     """The dropout of backward is that of forward in each block, and bf16 loses no more than by one product."""
     generator = torch.Generator().manual_seed(4)
     x, w, a, b, up = (
         torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
-        for shape in ((LONG, 64), (24, 64), (2, 64), (24, 2), (LONG, 24))
+        for shape in ((LONG + 1, 64), (24, 64), (rank, 64), (24, rank), (LONG + 1, 24))
     )
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
         torch.manual_seed(1)
-        y = low_rank_linear(x, w.detach(), None, a, b, 0.5, 0.1)
+        y = low_rank_linear(x, w.detach(), None, a, b, 0.5, p)
         ours = (y, *torch.autograd.grad(y, (x, a, b), up.detach()))
     finally:
         torch.set_num_threads(before)
     torch.manual_seed(1)
-    keep = keep_mask(x, 0.1)
+    keep = keep_mask(x, p) if p else 1
     exact = [t.detach().double().requires_grad_() for t in (x, a, b)]
-    dropped = exact[0] * keep / 0.9
+    dropped = exact[0] * keep / (1 - p)
     expected = F.linear(exact[0], w.detach().double()) + 0.5 * F.linear(F.linear(dropped, exact[1]), exact[2])
     theirs = (expected, *torch.autograd.grad(expected, exact, up.detach().double()))
     for mine, other in zip(ours, theirs, strict=True):
@@ -142,8 +166,29 @@ def test_each_gradient_alone_is_what_it_is_among_all(trains):
         torch.testing.assert_close(gradient, every[name])
 
 
+@pytest.mark.parametrize("p", [0.1, 1e-4, 0.5, 0.9999])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_compiled_products_drop_what_the_rule_drops(p, dtype):
+    """With A the identity of sixteen places the product is the dropped input itself: bits are compared."""
+    kernels = pytest.importorskip("peftlab.methods.lora.kernels")
+    dropped = Dropped(2**64 - 3, p)
+    x = torch.arange(1, 1 + 4099 * 32, dtype=torch.float32).remainder(251).add(1).view(4099, 32).to(dtype)
+    kept = torch.from_numpy(dropped.kept(0, x.numel())).view(x.shape)
+    for half in (slice(0, 16), slice(16, 32)):
+        a = torch.zeros(16, 32, dtype=dtype)
+        a[:, half] = torch.eye(16, dtype=dtype)
+        h = kernels.narrow_product(x, a, dropped)
+        assert h.dtype == dtype and torch.equal(h, (x * kept)[:, half])
+        grad_x = x.clone()
+        grad_a = kernels.narrow_gradients(None, a, h, grad_x, dropped)
+        assert grad_a is None
+        expected = x.clone()
+        expected[:, half] += h * kept[:, half]
+        assert torch.equal(grad_x, expected)
+
+
 def test_a_long_mask_keeps_its_law_and_does_not_depend_on_threads():
-    """Parts are drawn one after another; the number of elements is no multiple of a part's, nor of a word's."""
+    """Parts are decided one after another; the number of elements is no multiple of a part's, nor of a word's."""
     like, masks, before = torch.empty(3 * MASK_BLOCK + 13), [], torch.get_num_threads()
     try:
         for threads in (1, 2):
@@ -222,3 +267,9 @@ def test_what_a_map_keeps_for_backward(p, trains, per_element, per_row):
     for side in "AB":
         net.get_parameter(f"0.lora_{side}").requires_grad_(side in trains)
     assert kept_bytes(net, torch.randn(8, 32, requires_grad=True)) == 8 * 32 * per_element + 8 * per_row
+
+
+def test_compiled_products_keep_no_mask():
+    pytest.importorskip("numba")
+    net = peftlab.inject_lora(nn.Sequential(nn.Linear(64, 16)), r=2, lora_dropout=0.1, target_modules=["0"]).train()
+    assert kept_bytes(net, torch.randn(2048, 64, requires_grad=True)) == 2048 * (64 * 4 + 8)

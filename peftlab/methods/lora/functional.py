@@ -1,4 +1,4 @@
-"""The arithmetic of LoRA: the product of a layer with its gradient, dropout, and the fold into a weight.
+"""The arithmetic of LoRA: the product of a layer with its gradient, and the fold into a weight.
 
 One function folds, in memory and on disk. A CPU's matrix product gives other last bits when an operand begins elsewhere
 relative to a multiple of 16 bytes, has other strides or is cut into other blocks, and with another number of threads.
@@ -9,11 +9,11 @@ alone, and runs in one thread.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import lru_cache
+from types import ModuleType
 
-import numpy
 import torch
 from torch import Tensor
 from torch.autograd import Function
@@ -21,6 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from peftlab.methods.base import FOLDING, Folding
 from peftlab.methods.config import Start
+from peftlab.methods.lora.dropout import Dropped, keep_mask, plain_on_cpu
 from peftlab.untyped import AutogradContext
 
 Weight = Tensor | Callable[[torch.dtype], Tensor]
@@ -30,9 +31,9 @@ Weight = Tensor | Callable[[torch.dtype], Tensor]
 # as many an operation on them takes two to four times as long; with fewer its start does.
 FOLD_BLOCK = 1 << 17
 
-# Bytes of activations that a thread masks at a time, and of masks that are drawn at a time. A masked copy
-# of a whole input, 12 MB for 2048 tokens of width 1536, is memory that malloc asks of the system at each call and gives
-# back after it, and the system clears its pages each time: five times the work of the product that reads the copy.
+# Bytes of activations that a thread masks at a time. A masked copy of a whole input, 12 MB for 2048 tokens of width
+# 1536, is memory that malloc asks of the system at each call and gives back after it, and the system clears its pages
+# each time: five times the work of the product that reads the copy.
 MASK_BLOCK = 1 << 20
 
 
@@ -62,12 +63,31 @@ def low_rank_linear(
         weight = weight.to(dtype)
     if bias is not None and bias.dtype != dtype:
         bias = bias.to(dtype)
-    keep = None
+    rows = x.reshape(-1, x.shape[-1])
+    compiled = _compiles(rows, a, p)
+    dropped: Dropped | Tensor | None = None
     if p > 0:
-        keep, scale = keep_mask(x, p).view(-1, x.shape[-1]), scale / (1 - p)
+        dropped, scale = Dropped.drawn(p) if compiled else keep_mask(rows, p), scale / (1 - p)
     with torch.autocast(device, enabled=False):
-        y = LowRankLinear.apply(x.reshape(-1, x.shape[-1]), weight, bias, a, b, scale, keep)
+        y = LowRankLinear.apply(rows, weight, bias, a, b, scale, dropped, compiled)
     return y.view(*x.shape[:-1], y.shape[-1])
+
+
+def _compiles(x: Tensor, a: Tensor, p: float) -> bool:
+    """Return whether ``kernels`` multiplies x (N, in), dropped with p, and A (r, in): on a CPU, where it is faster."""
+    narrow = 32 if p > 0 else 16 if x.dtype == torch.float32 else 0
+    fits = 0 < len(a) <= narrow and x.dtype in (torch.float32, torch.bfloat16) and x.shape[1] % 16 == 0
+    return fits and x.numel() >= 1 << 16 and x.is_contiguous() and plain_on_cpu(x) and _kernels() is not None
+
+
+@lru_cache(1)
+def _kernels() -> ModuleType | None:
+    """Return the compiled products; None without numba, or with a PyTorch without GNU's OpenMP."""
+    try:
+        from peftlab.methods.lora import kernels
+    except (ImportError, AttributeError, OSError, RuntimeError):
+        return None
+    return kernels
 
 
 def frozen_linear(x: Tensor, weight: Weight, bias: Tensor | None, width: int) -> Tensor:
@@ -83,11 +103,12 @@ def frozen_linear(x: Tensor, weight: Weight, bias: Tensor | None, width: int) ->
 class LowRankLinear(Function):
     """y = x·Wᵀ + b + s·((x∘keep)·Aᵀ)·Bᵀ with W and b frozen.
 
-    Shapes: x (N, in), W (out, in), b (out) or None, A (r, in), B (out, r), keep (N, in) uint8 of 0 and 1 or None.
+    Shapes: x (N, in), W (out, in), b (out) or None, A (r, in), B (out, r). What is kept is a mask (N, in), uint8 of 0
+    and 1, where ``compiled`` is True the rule of one, or None: all of it.
 
-    For backward it keeps A, B, x where A trains, (x∘keep)·Aᵀ (N, r) where B does, and the dropout mask as one byte an
-    element; W is held by the layer in any case. Both products add into one buffer in place. A W that a function makes
-    exists during each of the two passes alone.
+    For backward it keeps A, B, x where A trains, (x∘keep)·Aᵀ (N, r) where B does, and a mask as one byte an element;
+    W is held by the layer in any case. Both products add into one buffer in place. A W that a function makes exists
+    during each of the two passes alone.
     """
 
     @staticmethod
@@ -99,14 +120,20 @@ class LowRankLinear(Function):
         a: Tensor,
         b: Tensor,
         scale: float,
-        keep: Tensor | None,
+        dropped: Dropped | Tensor | None,
+        compiled: bool,
     ) -> Tensor:
         w = _dense(weight, x.dtype)
         y = torch.mm(x, w.t()) if bias is None else torch.addmm(bias, x, w.t())
-        h = x.mm(a.t()) if keep is None else masked_product(x, keep, a)
+        keep = dropped if isinstance(dropped, Tensor) else None
+        kernels = _kernels() if compiled else None
+        if kernels is not None:
+            h = kernels.narrow_product(x, a, dropped)
+        else:
+            h = x.mm(a.t()) if keep is None else masked_product(x, keep, a)
         a_trains, b_trains = ctx.needs_input_grad[3:5]
         ctx.save_for_backward(x if a_trains else None, h if b_trains else None, a, b, keep)
-        ctx.weight, ctx.scale = weight, scale
+        ctx.weight, ctx.scale, ctx.dropped, ctx.compiled = weight, scale, dropped, compiled
         return y.addmm_(h, b.t(), alpha=scale)
 
     @staticmethod
@@ -116,14 +143,17 @@ class LowRankLinear(Function):
         # The same product (N, r), transposed on CPUs: MKL takes half the time where the long side comes second.
         grad_h = (b.t().mm(grad.t()).t() if grad.is_cpu else grad.mm(b)).mul_(ctx.scale)
         grad_x = grad.mm(_dense(ctx.weight, grad.dtype)) if ctx.needs_input_grad[0] else None
-        if keep is None:
+        kernels = _kernels() if ctx.compiled else None
+        if kernels is not None:
+            grad_a = kernels.narrow_gradients(x, a, grad_h, grad_x, ctx.dropped)
+        elif keep is None:
             grad_a = None if x is None else grad_h.t().mm(x)
             grad_x = None if grad_x is None else grad_x.addmm_(grad_h, a)
         else:
             grad_a = masked_gradients(x, keep, a, grad_h, grad_x)
         grad_b = None if h is None else h.t().mm(grad).t().mul_(ctx.scale)
         grad_bias = grad.sum(0) if ctx.needs_input_grad[2] else None
-        return grad_x, None, grad_bias, grad_a, grad_b, None, None
+        return grad_x, None, grad_bias, grad_a, grad_b, None, None, None
 
 
 def masked_product(x: Tensor, keep: Tensor, a: Tensor) -> Tensor:
@@ -173,67 +203,11 @@ def _rows_at_a_time(keep: Tensor, dtype: torch.dtype) -> int | None:
         keep: their mask (N, in). dtype: that of the activations.
     """
     step = max(1, MASK_BLOCK * torch.get_num_threads() // (dtype.itemsize * max(1, keep.shape[1])))
-    return step if step < len(keep) and _plain_on_cpu(keep) else None
-
-
-def _plain_on_cpu(tensor: Tensor) -> bool:
-    """Return whether the tensor is a CPU's, of no subclass and not traced by the compiler."""
-    return tensor.device.type == "cpu" and type(tensor) is Tensor and not torch.compiler.is_compiling()
+    return step if step < len(keep) and plain_on_cpu(keep) else None
 
 
 def _dense(weight: Weight, dtype: torch.dtype) -> Tensor:
     return weight if isinstance(weight, Tensor) else weight(dtype)
-
-
-def dropout(x: Tensor, p: float) -> Tensor:
-    """Return x with elements zero with probability p, divided by 1 − p; for backward it keeps a byte an element.
-
-    Args:
-        x: of any shape. p: the probability of a zero.
-    """
-    return (x * keep_mask(x, p)).mul_(1 / (1 - p)) if p > 0 else x
-
-
-def keep_mask(like: Tensor, p: float) -> Tensor:
-    """Return a mask of uint8, of the shape of ``like``: 0 with probability p, else 1, each element independently.
-
-    torch's generator alone decides. On CPUs an element takes one byte of it, and 53 bits more where the byte cannot
-    decide: the probability is exactly p (from 2⁻⁹ on; below, to 2⁻⁶¹). On other devices it is p to 2⁻²⁴.
-
-    Args:
-        like: of any shape; its device is the mask's. p: the probability of a zero.
-    """
-    if not _plain_on_cpu(like):
-        return torch.rand(like.shape, device=like.device).ge(p).view(torch.uint8)
-    count = like.numel()
-    words = torch.empty(math.ceil(count / 8), dtype=torch.int64)
-    for part in words.split(MASK_BLOCK // 8):  # the same parts whatever the number of threads, and so the same mask
-        part.random_(-(2**63), None)  # 0 to 2⁶³ without arguments
-        decide(part.view(torch.uint8), p)
-    return words.view(torch.uint8)[:count].view(like.shape)
-
-
-def decide(uniform: Tensor, p: float) -> None:
-    """Replace each of ``uniform``, bytes, by whether what it decides is kept: 1 with probability 1 − p, else 0.
-
-    A byte below ⌊256·p⌋ drops, one above keeps. Where it is equal, a further draw drops with probability
-    256·p − ⌊256·p⌋.
-
-    Args:
-        uniform: bytes drawn uniformly, of any shape. p: the probability of a zero.
-    """
-    bound, rest = threshold(p)
-    undecided = numpy.flatnonzero(uniform.numpy() == bound) if rest > 0 else None  # torch's own takes 6 times as long
-    torch.ge(uniform, bound, out=uniform)  # comparing into uint8 is 8 times as fast as into bool
-    if undecided is not None:
-        further = torch.rand(len(undecided), dtype=torch.float64).ge(rest)
-        uniform[torch.from_numpy(undecided)] = further.to(torch.uint8)
-
-
-def threshold(p: float) -> tuple[int, float]:
-    """Return ⌊256·p⌋ and 256·p − ⌊256·p⌋, both exact in floating point."""
-    rest, bound = math.modf(256 * p)
-    return int(bound), rest
 
 
 def fold_weight(

@@ -32,10 +32,10 @@ from peftlab.methods.base import (
     with_weight,
 )
 from peftlab.methods.config import Start
+from peftlab.methods.lora.dropout import dropout
 from peftlab.methods.lora.functional import (
     FOLD_BLOCK,
     Weight,
-    dropout,
     expert_factors,
     fold_bias,
     fold_weight,
