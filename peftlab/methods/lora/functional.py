@@ -123,14 +123,14 @@ class LowRankLinear(Function):
         dropped: Dropped | Tensor | None,
         compiled: bool,
     ) -> Tensor:
-        w = _dense(weight, x.dtype)
-        y = torch.mm(x, w.t()) if bias is None else torch.addmm(bias, x, w.t())
         keep = dropped if isinstance(dropped, Tensor) else None
         kernels = _kernels() if compiled else None
         if kernels is not None:
             h = kernels.narrow_product(x, a, dropped)
         else:
             h = x.mm(a.t()) if keep is None else masked_product(x, keep, a)
+        w = _dense(weight, x.dtype)
+        y = torch.mm(x, w.t()) if bias is None else torch.addmm(bias, x, w.t())
         a_trains, b_trains = ctx.needs_input_grad[3:5]
         ctx.save_for_backward(x if a_trains else None, h if b_trains else None, a, b, keep)
         ctx.weight, ctx.scale, ctx.dropped, ctx.compiled = weight, scale, dropped, compiled
