@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from peftlab.errors import PeftlabError, reason
@@ -86,7 +87,7 @@ def _formulas() -> dict[object, Function[int]]:
 
 
 class KeptBytes:
-    """The bytes that autograd saves within ``counting``, each storage once, without those of some tensors.
+    """The bytes that autograd saves within ``counting`` and keeps, each storage once, without those of some tensors.
 
     Args:
         excluded: the tensors that exist in any case: parameters and buffers.
@@ -94,7 +95,7 @@ class KeptBytes:
 
     def __init__(self, excluded: Iterable[Tensor]) -> None:
         self._excluded = {tensor.untyped_storage()._cdata for tensor in excluded}
-        self._kept: dict[int, torch.UntypedStorage] = {}
+        self._kept: dict[int, tuple[StorageWeakRef, int]] = {}
 
     @contextmanager
     def counting(self) -> Iterator[None]:
@@ -105,12 +106,13 @@ class KeptBytes:
     def _pack(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         if storage._cdata not in self._excluded:
-            self._kept[storage._cdata] = storage  # held, so that no other storage takes its address
+            # A weak reference: no other storage takes its address, and what backward has used is freed.
+            self._kept[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
         return tensor
 
     def total(self) -> int:
-        """Return the number of bytes, and let go of the storages."""
-        count = sum(storage.nbytes() for storage in self._kept.values())
+        """Return the number of bytes, and forget the storages."""
+        count = sum(nbytes for storage, nbytes in self._kept.values() if not storage.expired())
         self._kept.clear()
         return count
 

@@ -1,8 +1,7 @@
 """Computes a layer's activations again in backward (``train.gradient_checkpointing``): all, or those that cost little.
 
 ``selective`` keeps the results of a layer's products with weights and of its attention. Norms, activations, casts and
-rotations are computed again from them: much of what a step keeps, and little of what it computes. The result of the
-last product is not kept: a layer adds it to its input, and backward needs neither; where it does, it is computed again.
+rotations are computed again from them: much of what a step keeps, and little of what it computes.
 
 torch's ``create_selective_checkpoint_contexts`` either refuses a kept result that changes in place, as that of
 ``LowRankLinear`` does, or lets any change be repeated on it; here a change is a known one or an error.
@@ -10,15 +9,17 @@ torch's ``create_selective_checkpoint_contexts`` either refuses a kept result th
 
 from __future__ import annotations
 
+import ctypes
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from peftlab.errors import PeftlabError
 from peftlab.untyped import Attributes, Operator
@@ -30,6 +31,10 @@ if TYPE_CHECKING:
 def recompute_activations(model: PreTrainedModel, *, selective: bool) -> None:
     """Let each layer of ``model`` compute its activations again in backward, with the same random numbers.
 
+    From then on glibc gives memory of 4 MiB and more back to the system as soon as it is freed, which costs a few
+    percent of a step. By itself it raises that bound to 32 MiB: what a layer keeps then lies between what it has freed,
+    and a third of the memory of a CPU's training is holes.
+
     Args:
         model: whose class supports it.
         selective: a layer keeps the results of its products with weights and of its attention beside its input.
@@ -38,6 +43,11 @@ def recompute_activations(model: PreTrainedModel, *, selective: bool) -> None:
     if selective:
         options["context_fn"] = _contexts
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+    with suppress(AttributeError, OSError, TypeError):  # another C library
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 4 << 20)
+
+
+_M_MMAP_THRESHOLD = -3  # of malloc.h
 
 
 def _contexts() -> tuple[TorchDispatchMode, TorchDispatchMode]:
@@ -74,28 +84,14 @@ class _KeepResults(TorchDispatchMode):
             )
         return out
 
-    def __exit__(self, *error: object) -> None:
-        last = self._results[-1][1] if self._results else None
-        for place in reversed(range(len(self._results))):
-            func, out = self._results[place]
-            if not isinstance(out, Tensor) or not _shares(out, last):  # the product, and what was added to it
-                break
-            self._results[place] = func, torch.empty_like(out, device="meta")
-        super().__exit__(*error)
-
 
 class _TakeResults(TorchDispatchMode):
-    """Within the block costly operators return what ``_KeepResults`` has kept; without it they are computed again.
-
-    A last product, of which the shape alone is kept, is computed once an operator reads it.
-    """
+    """Within the block costly operators return what ``_KeepResults`` has kept; without it they are computed again."""
 
     def __init__(self, results: deque[tuple[Operator, object]]) -> None:
         super().__init__()
         self._results = results
         self._storages: set[int] = set()
-        self._last: Tensor | None = None
-        self._missing: list[Callable[[], object]] = []
 
     def __torch_dispatch__(
         self,
@@ -106,10 +102,6 @@ class _TakeResults(TorchDispatchMode):
     ) -> object:
         options = kwargs or {}
         if not self._results or not _costly(func, args, options, self._storages):
-            if self._missing and any(_shares(value, self._last) for value in tree_leaves((args, options))):
-                missing, self._missing = self._missing, []
-                for compute in missing:
-                    compute()
             return func(*args, **options)
         kept, out = self._results.popleft()
         if kept is not func:
@@ -117,19 +109,10 @@ class _TakeResults(TorchDispatchMode):
                 f"train.gradient_checkpointing: a layer computes something else in backward ({func} for {kept}); "
                 "set it to true or false"
             )
-        if isinstance(out, Tensor) and out.is_meta:
-            if self._last is None:
-                device = next(value.device for value in args if isinstance(value, Tensor))
-                self._last = last = torch.empty_like(out, device=device)
-                self._missing.append(lambda: last.copy_(func(*args, **options)))
-            else:
-                self._missing.append(lambda: func(*args, **options))
-            out = self._last
         _add_storages(out, self._storages)
         return out
 
     def __exit__(self, *error: object) -> None:
-        self._missing.clear()
         self._results.clear()  # the repetition ends once all is there that backward needs
         super().__exit__(*error)
 
@@ -168,11 +151,6 @@ def _operators() -> dict[Operator, int | None]:
 
 def _add_storages(out: object, storages: set[int]) -> None:
     tree_map_only(Tensor, lambda tensor: storages.add(_storage(tensor)), out)
-
-
-def _shares(value: object, other: object) -> bool:
-    """Return whether two values are tensors in the same memory."""
-    return isinstance(value, Tensor) and isinstance(other, Tensor) and _storage(value) == _storage(other)
 
 
 def _storage(tensor: Tensor) -> int:

@@ -7,7 +7,6 @@ from functools import partial
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.profiler import profile
 from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -81,50 +80,6 @@ def test_selective_keeps_less_than_a_plain_step_and_more_than_the_inputs():
         del value
     plain, inputs, selected = kept
     assert inputs < selected < 0.75 * plain
-
-
-ENDS = {
-    "added to the input": lambda y, x: y + x,
-    "normed": lambda y, x: F.rms_norm(y, (4,)) + x,
-    "a view of it": lambda y, x: y.view(-1, 2).square().sum() + x.sum(),
-    "alone": lambda y, x: y,
-}
-
-
-@pytest.mark.parametrize("end", ENDS)
-@pytest.mark.parametrize("how", ["linear", "lora", "bias"])
-def test_what_follows_the_last_product_of_a_layer(end, how):
-    """Its result is not kept: what backward computes from it comes from the product itself."""
-    torch.manual_seed(0)
-    net: nn.Module = nn.Sequential(nn.Linear(4, 6), nn.SiLU(), nn.Linear(6, 4, bias=how == "bias"))
-    if how == "lora":
-        net = peftlab.inject_lora(net, r=2, target_modules=["0", "2"])
-        nn.init.normal_(net.get_parameter("2.lora_B"))
-
-    def layer(x: Tensor) -> Tensor:
-        return ENDS[end](net(x), x)
-
-    found = []
-    for run in (layer, partial(checkpoint, layer, use_reentrant=False, context_fn=_contexts)):
-        x = torch.randn(5, 4, generator=torch.Generator().manual_seed(1)).requires_grad_()
-        value = run(x).sin().sum()
-        parameters = [parameter for parameter in net.parameters() if parameter.requires_grad]
-        found.append((value, *torch.autograd.grad(value, [x, *parameters])))
-    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
-
-
-def test_the_result_of_the_last_product_is_not_kept():
-    keep, take = _contexts()
-    x, w = torch.randn(64, 32), torch.randn(32, 32)
-    with keep:
-        first = x @ w
-        (first.relu() @ w).add(x)
-    assert [out.is_meta for _, out in keep._results] == [False, True]
-    with take:
-        assert torch.equal(x @ w, first)
-        again = first.relu() @ w
-        assert take._missing
-        assert torch.equal(again + x, first.relu() @ w + x) and not take._missing
 
 
 def test_attention_that_drops_is_computed_again():
