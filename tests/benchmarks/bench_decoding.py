@@ -3,12 +3,13 @@
 Run alone on the machine: ``python -m tests.benchmarks decoding``. With ``PEFTLAB_DRAFT=DIRECTORY`` a trained draft
 of any kind joins in, and, if it is a model, ``transformers``' assisted generation with the very same draft;
 ``PEFTLAB_TARGET`` names the model that it was trained for, and ``PEFTLAB_PROMPTS=FILE`` prompts of its domain instead
-of the Spec-Bench questions; ``PEFTLAB_COUNT`` (5 prompts), ``PEFTLAB_GAMMA``, ``PEFTLAB_DTYPES`` ("float32 bfloat16") and
-beside engines ``PEFTLAB_CONFIDENCE`` are taken, too: a draft ends after a token that it gave less. With ``PEFTLAB_TOP_P=P`` all sample at temperature 0.8, cut to top-p.
+of the Spec-Bench questions; ``PEFTLAB_COUNT`` (5 prompts), ``PEFTLAB_GAMMA`` and ``PEFTLAB_DTYPES`` ("float32
+bfloat16") are taken, too. With ``PEFTLAB_TOP_P=P`` all sample at temperature 0.8, cut to top-p.
 
 ``python -m tests.benchmarks decoding --engines`` has llama.cpp and vLLM for CPUs in the same turns, over weights in 16,
-8 and 4 bits, with as many threads; ``PEFTLAB_ENGINES`` is the interpreter of an environment that has them. A prompt's time is that of one
-new token, that of a generated token what ``NEW`` take beyond the first.
+8 and 4 bits (or ``--engines=bf16,q8_0``), with as many threads; ``PEFTLAB_ENGINES`` is the interpreter of an
+environment that has them, and with ``PEFTLAB_CONFIDENCE=P`` a draft ends after a token that it gave less. A prompt's
+time is that of one new token, that of a generated token what ``NEW`` take beyond the first.
 """
 
 from __future__ import annotations
@@ -240,10 +241,13 @@ def decoded(target: Engine, drafter: Callable[[], Drafter] | None, question: Que
     return decode(target, [question.ids], stopping, made, policy=policy)[0].tokens
 
 
-def beside_engines(target: str) -> list[Figure]:
+STORAGES = ("bf16", "q8_0", "q4_1")
+
+
+def beside_engines(target: str, storages: Sequence[str]) -> list[Figure]:
     """Print a table for each type of weights and return the ratios of generated tokens per second."""
     figures, asked = [], questions(target)
-    for storage in ("bf16", "q8_0", "q4_1"):
+    for storage in storages:
         with ExitStack() as stack:
             place = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="peftlab-engines-")))
             found = ways(stack, target, place, storage)
@@ -288,8 +292,8 @@ def main() -> list[Figure]:
         os.environ.get("PEFTLAB_TARGET", SMOLLM2),
         os.environ.get("PEFTLAB_DTYPES", "float32 bfloat16").split(),
     )
-    if "--engines" in sys.argv:
-        return beside_engines(target)
+    if asked := next((word for word in sys.argv if word.partition("=")[0] == "--engines"), None):
+        return beside_engines(target, asked.partition("=")[2].split(",") if "=" in asked else STORAGES)
     found = {name: contest(target, getattr(torch, name)) for name in names}
     if SAMPLING.greedy is False:
         return []
