@@ -46,6 +46,14 @@ class CountFlops(TorchDispatchMode):
         self.flops = 0
         self._formulas = _formulas()
 
+    def __enter__(self) -> CountFlops:
+        _counters.append(self)
+        return super().__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        _counters.remove(self)
+        super().__exit__(*error)
+
     def __torch_dispatch__(
         self,
         func: Operator,
@@ -59,6 +67,15 @@ class CountFlops(TorchDispatchMode):
         if formula is not None:
             self.flops += formula(*args, **options, out_val=out)
         return out
+
+
+_counters: list[CountFlops] = []
+
+
+def add_flops(count: int) -> None:
+    """Let every counter count what is computed outside torch's operators."""
+    for counter in _counters:
+        counter.flops += count
 
 
 def _formulas() -> dict[object, Function[int]]:

@@ -16,6 +16,7 @@ import peftlab
 from peftlab.methods.lora import functional
 from peftlab.methods.lora.dropout import Dropped, dropout, keep_mask
 from peftlab.methods.lora.functional import MASK_BLOCK, low_rank_linear
+from peftlab.models.costs import CountFlops
 
 RATES = (0.05, 0.1, 0.3, 0.5, 1 / 3, 0.9, 0.75, 2**-9, 0.999)
 
@@ -273,3 +274,18 @@ def test_compiled_products_keep_no_mask():
     pytest.importorskip("numba")
     net = peftlab.inject_lora(nn.Sequential(nn.Linear(64, 16)), r=2, lora_dropout=0.1, target_modules=["0"]).train()
     assert kept_bytes(net, torch.randn(2048, 64, requires_grad=True)) == 2048 * (64 * 4 + 8)
+
+
+@pytest.mark.parametrize("p", [0.0, 0.1])
+def test_compiled_products_count_the_same_flops(p, monkeypatch):
+    pytest.importorskip("numba")
+    x, w, a, b = torch.randn(2048, 64, requires_grad=True), torch.randn(16, 64), torch.randn(3, 64), torch.randn(16, 3)
+    counted = []
+    for compiled in (True, False):
+        if not compiled:
+            monkeypatch.setattr(functional, "_kernels", lambda: None)
+        with CountFlops() as counter:
+            y = low_rank_linear(x, w, None, a.requires_grad_(), b.requires_grad_(), 1.0, p)
+            y.sum().backward()
+        counted.append(counter.flops)
+    assert counted[0] == counted[1] > 0

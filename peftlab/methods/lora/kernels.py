@@ -15,6 +15,7 @@ from numba import carray, cfunc, from_dtype, njit, types
 from torch import Tensor
 
 from peftlab.methods.lora.dropout import FURTHER, GOLDEN, MIXERS, Dropped
+from peftlab.models.costs import add_flops
 from peftlab.models.vectors import (
     FLOATS,
     LANES,
@@ -45,13 +46,13 @@ _TASK = np.dtype(
         *[(name, "i8") for name in ("x", "grad_x", "a", "grad_a", "h", "room", "half")],
         *[(name, "i8") for name in ("rows", "width", "rank")],
         # What is dropped: see ``dropout.Dropped``; all is kept where ``drops`` is 0.
-        *[(name, "i8") for name in ("drops", "bound", "backward")],
+        *[(name, "i8") for name in ("backward", "drops", "bound")],
         *[(name, "u8") for name in ("seed", "rest")],
     ]
 )
 _task = from_dtype(_TASK)
 _WORD, _FOUR = ir.IntType(64), ir.VectorType(ir.IntType(64), 4)
-_BITS = ir.VectorType(ir.IntType(1), LANES)
+_SHORTS, _BITS = (ir.VectorType(ir.IntType(width), LANES) for width in (16, 1))
 
 
 def _mixed(builder: ir.IRBuilder, z: ir.Value) -> ir.Value:
@@ -65,26 +66,26 @@ def _mixed(builder: ir.IRBuilder, z: ir.Value) -> ir.Value:
     return builder.xor(z, builder.lshr(z, constant(31)))
 
 
+def _everywhere(builder: ir.IRBuilder, value: ir.Value, kind: ir.VectorType) -> ir.Value:
+    """Return a vector of a number in all places."""
+    first = builder.insert_element(ir.Constant(kind, ir.Undefined), value, ir.IntType(32)(0))
+    return builder.shuffle_vector(
+        first, first, ir.Constant(ir.VectorType(ir.IntType(32), kind.count), [0] * kind.count)
+    )
+
+
 @emits(types.UniTuple(types.int64, 2), types.uint64, types.int64, types.int64)
 def drawn(builder, seed, first, bound):
     """Return which of sixteen elements from ``first`` on are at or above ``bound``, and which equal it, a bit each."""
     start = builder.add(seed, builder.mul(builder.lshr(first, _WORD(2)), _WORD(GOLDEN)))
-    words = builder.insert_element(ir.Constant(_FOUR, ir.Undefined), start, ir.IntType(32)(0))
-    words = builder.shuffle_vector(words, words, ir.Constant(ir.VectorType(ir.IntType(32), 4), [0] * 4))
-    steps = [(i * GOLDEN) % 2**64 for i in range(4)]
-    draws = builder.bitcast(_mixed(builder, builder.add(words, ir.Constant(_FOUR, steps))), _SHORTS)
-    limit = builder.insert_element(
-        ir.Constant(_SHORTS, ir.Undefined), builder.trunc(bound, ir.IntType(16)), ir.IntType(32)(0)
-    )
-    limit = builder.shuffle_vector(limit, limit, ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES))
+    steps = ir.Constant(_FOUR, [i * GOLDEN % 2**64 for i in range(4)])
+    words = _mixed(builder, builder.add(_everywhere(builder, start, _FOUR), steps))
+    draws, limit = builder.bitcast(words, _SHORTS), _everywhere(builder, builder.trunc(bound, ir.IntType(16)), _SHORTS)
     pair = ir.Constant(ir.ArrayType(_WORD, 2), ir.Undefined)
     for i, sign in enumerate((">=", "==")):
         bits = builder.bitcast(builder.icmp_unsigned(sign, draws, limit), ir.IntType(16))
         pair = builder.insert_value(pair, builder.zext(bits, _WORD), i)
     return pair
-
-
-_SHORTS = ir.VectorType(ir.IntType(16), LANES)
 
 
 @emits(types.uint64, types.uint64, types.int64)
@@ -230,7 +231,8 @@ def narrow_product(x: Tensor, a: Tensor, dropped: Dropped | None) -> Tensor:
     """
     wide = _even(a)
     h = torch.empty(-(-len(x) // _ROWS) * _ROWS, len(wide))
-    _run(x, wide, h, dropped, None, None, backward=False)
+    _run(dropped, len(x), backward=False, x=x, a=wide, h=h)
+    add_flops(2 * x.numel() * len(a))
     return h[: len(x), : len(a)].to(x.dtype)
 
 
@@ -243,12 +245,15 @@ def narrow_gradients(
         x: as it was multiplied, or None where A does not train. a: (r, in). grad_h: (N, r).
         grad_x: (N, in), or None where x has no gradient. dropped: as in ``narrow_product``.
     """
-    wide = _even(a)
-    h = torch.zeros(-(-len(grad_h) // _ROWS) * _ROWS, len(wide))
-    h[: len(grad_h), : len(a)] = grad_h
-    grad_a = None if x is None else torch.zeros(torch.get_num_threads(), *wide.shape)
-    _run(x, wide, h, dropped, grad_x, grad_a, backward=True, rows=len(grad_h))
-    return None if grad_a is None else grad_a.sum(0)[: len(a)].to(a.dtype)
+    wide, rows = _even(a), len(grad_h)
+    h = torch.zeros(-(-rows // _ROWS) * _ROWS, len(wide))
+    h[:rows, : len(a)] = grad_h
+    given = {"a": wide, "h": h} | ({} if grad_x is None else {"grad_x": grad_x})
+    if x is not None:
+        given |= {"x": x, "grad_a": torch.zeros(torch.get_num_threads(), *wide.shape)}
+    _run(dropped, rows, backward=True, **given)
+    add_flops(2 * rows * a.numel() * sum(each is not None for each in (x, grad_x)))
+    return None if x is None else given["grad_a"].sum(0)[: len(a)].to(a.dtype)
 
 
 def _even(a: Tensor) -> Tensor:
@@ -258,24 +263,18 @@ def _even(a: Tensor) -> Tensor:
     return wide
 
 
-def _run(
-    x: Tensor | None,
-    a: Tensor,
-    h: Tensor,
-    dropped: Dropped | None,
-    grad_x: Tensor | None,
-    grad_a: Tensor | None,
-    *,
-    backward: bool,
-    rows: int = 0,
-) -> None:
-    task, width = np.zeros(1, _TASK), a.shape[1]
-    room = torch.empty(torch.get_num_threads(), _ROWS, width)
-    for name, tensor in {"x": x, "grad_x": grad_x, "a": a, "grad_a": grad_a, "h": h, "room": room}.items():
-        task[name] = 0 if tensor is None else tensor.data_ptr()
-    task["half"] = any(tensor is not None and tensor.dtype == torch.bfloat16 for tensor in (x, grad_x))
-    task["rows"], task["width"], task["rank"] = len(x) if x is not None else rows, width, len(a)
-    task["backward"] = backward
+def _run(dropped: Dropped | None, rows: int, *, backward: bool, **tensors: Tensor) -> None:
+    """Do a task.
+
+    Args:
+        dropped: None keeps all. rows: of activations. backward: gradients. tensors: by their names in ``_TASK``.
+    """
+    task, width = np.zeros(1, _TASK), tensors["a"].shape[1]
+    tensors["room"] = torch.empty(torch.get_num_threads(), _ROWS, width)
+    for name, tensor in tensors.items():
+        task[name] = tensor.data_ptr()
+    task["half"] = any(tensor.dtype == torch.bfloat16 for tensor in tensors.values())
+    task["rows"], task["width"], task["rank"], task["backward"] = rows, width, len(tensors["a"]), backward
     if dropped is not None:
         task["drops"], task["seed"] = 1, dropped.seed
         task["bound"], task["rest"] = dropped.threshold()
