@@ -88,10 +88,12 @@ def test_dropout_divides_what_it_keeps(dtype):
     assert x.grad is not None and torch.equal(x.grad, y.detach())
 
 
-def factors() -> tuple[Tensor, ...]:
+def factors(large: bool = False) -> tuple[Tensor, ...]:
+    """x, W, bias, A and B; large ones are multiplied by compiled code."""
     generator = torch.Generator().manual_seed(4)
-    shapes = ((3, 4, 6), (5, 6), (5,), (2, 6), (5, 2))
-    return tuple(torch.randn(s, generator=generator, dtype=torch.float64).requires_grad_() for s in shapes)
+    n, wide, dtype = (2048, 64, torch.float32) if large else (4, 6, torch.float64)
+    shapes = ((3, n, wide), (5, wide), (5,), (2, wide), (5, 2))
+    return tuple(torch.randn(s, generator=generator, dtype=dtype).requires_grad_() for s in shapes)
 
 
 def test_gradients_are_those_of_the_formula():
@@ -215,9 +217,10 @@ def test_maps_with_the_same_input_have_masks_of_their_own():
     assert abs(share - 0.5) < 5 * math.sqrt(0.25 / x.numel())
 
 
-def test_a_restored_generator_gives_the_same_step():
+@pytest.mark.parametrize("large", [False, True])
+def test_a_restored_generator_gives_the_same_step(large):
     """A resumed run restores the generator's state; the state may lie anywhere between two masks."""
-    x, w, bias, a, b = factors()
+    x, w, bias, a, b = factors(large)
     torch.manual_seed(5)
     torch.rand(3)
     state = torch.get_rng_state()
@@ -229,8 +232,9 @@ def test_a_restored_generator_gives_the_same_step():
     assert all(torch.equal(one, other) for one, other in zip(*steps, strict=True))
 
 
-def test_checkpointing_draws_the_same_masks_again():
-    x, w, bias, a, b = factors()
+@pytest.mark.parametrize("large", [False, True])
+def test_checkpointing_draws_the_same_masks_again(large):
+    x, w, bias, a, b = factors(large)
 
     def forward(x: Tensor) -> Tensor:
         return low_rank_linear(x, w.detach(), bias, a, b, 0.5, 0.3).square().sum()
