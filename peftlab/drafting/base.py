@@ -58,20 +58,20 @@ Loss = Callable[[nn.Module, dict[str, Tensor]], Tensor]
 
 
 def in_mixed_precision(loss: Loss, settings: TrainConfig) -> Loss:
-    """Return a loss that computes with modules of its own as ``train.precision`` says.
+    """Return a loss that computes with modules of its own in bf16 where ``train.precision`` is bf16.
 
-    accelerate's autocast covers the forward pass of the model alone.
+    accelerate's autocast covers the forward pass of the model alone. fp16 is not for losses: their gradients are taken
+    a chunk at a time before anything scales them, and are too small for its range.
 
     Args:
         loss: computes on the device of its ``input_ids``. settings: the recipe's ``train`` section.
     """
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(settings.precision)
 
     def computed(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
-        with torch.autocast(inputs["input_ids"].device.type, dtype):
+        with torch.autocast(inputs["input_ids"].device.type, torch.bfloat16):
             return loss(model, inputs)
 
-    return loss if dtype is None else computed
+    return computed if settings.precision == "bf16" else loss
 
 
 @runtime_checkable
