@@ -191,10 +191,7 @@ def add_pairs(context, weights, x, stride, sums):
         weights, x, stride, result = values
         words, pairs = builder.bitcast(weights, WORDS), ir.VectorType(_BFloat(), 2 * LANES)
         for r in range(sums.count):
-            pair = builder.insert_element(
-                ir.Constant(WORDS, ir.Undefined), read(builder, x, ir.IntType(32), 2), ir.IntType(32)(0)
-            )
-            pair = builder.shuffle_vector(pair, pair, ir.Constant(WORDS, [0] * LANES))
+            pair = repeat(builder, read(builder, x, ir.IntType(32), 2), WORDS)
             summed = builder.extract_value(result, r)
             if _multiplies_pairs:
                 kind = ir.FunctionType(FLOATS, [FLOATS, pairs, pairs])

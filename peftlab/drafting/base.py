@@ -337,6 +337,7 @@ class DraftKind(ABC, Generic[ConfigT]):
 
     Attributes:
         name: the name of the kind's row.
+        own_modules: whether the loss computes with modules outside the forward pass of ``model``.
         config: the recipe's ``draft`` section.
         model: the module that trains: its parameters with ``requires_grad`` are checkpointed. It and those below are
             set by ``load``.
@@ -349,6 +350,7 @@ class DraftKind(ABC, Generic[ConfigT]):
     """
 
     name: ClassVar[str]
+    own_modules: ClassVar[bool] = False
     model: nn.Module
     adapted: PreTrainedModel
     target: PreTrainedModel

@@ -38,7 +38,7 @@ from peftlab.drafting.acceptance import (
     reliability,
     write_ranks,
 )
-from peftlab.drafting.base import DraftExporter, Loss, in_mixed_precision
+from peftlab.drafting.base import DraftExporter, Loss
 from peftlab.drafting.block_files import (
     BlockExport,
     BlockShape,
@@ -771,9 +771,8 @@ class DflashKind(StateKind[DflashDraft]):
 
     def loss(self) -> Loss:
         """Return the weighted loss over blocks at drawn anchors."""
-        config, objective = self.config, make_objective(self.recipe.objective)
-        loss = BlockLoss(objective, config.anchors, config.decay, config.dpace, self.known)
-        return in_mixed_precision(loss, self.recipe.train)
+        config = self.config
+        return BlockLoss(make_objective(self.recipe.objective), config.anchors, config.decay, config.dpace, self.known)
 
     def score(self, model: nn.Module, data: Dataset, batch_size: int) -> dict[str, float]:
         """Return the mean acceptance over the tokens of a block, and each token's own."""

@@ -22,7 +22,7 @@ from peftlab.decoding.cache import Block, KVCache, PlacedBlock
 from peftlab.decoding.flat import structure_of, without_torch_function
 from peftlab.decoding.packed import pack_linears
 from peftlab.drafting.acceptance import read_ranks
-from peftlab.drafting.base import DraftExporter, Loss, in_mixed_precision, llama_command, speculators_command
+from peftlab.drafting.base import DraftExporter, Loss, llama_command, speculators_command
 from peftlab.drafting.config import Eagle3Draft
 from peftlab.drafting.objectives import make_objective
 from peftlab.drafting.state_network import (
@@ -634,8 +634,7 @@ class Eagle3Kind(UnrolledKind[Eagle3Draft]):
     def loss(self) -> Loss:
         """Return the weighted sum of the steps' losses, and of the regression."""
         config, objective = self.config, make_objective(self.recipe.objective)
-        loss = FeatureLoss(objective, config.steps, config.decay, config.regression, self.known)
-        return in_mixed_precision(loss, self.recipe.train)
+        return FeatureLoss(objective, config.steps, config.decay, config.regression, self.known)
 
     @classmethod
     def export(cls, place: str, consumer: str) -> Path | DraftExporter:

@@ -35,16 +35,7 @@ from peftlab.drafting.acceptance import (
     response_tokens,
     write_ranks,
 )
-from peftlab.drafting.base import (
-    DraftExporter,
-    DraftKind,
-    Loss,
-    Pair,
-    SavedDraft,
-    ServedDraft,
-    TargetLoader,
-    in_mixed_precision,
-)
+from peftlab.drafting.base import DraftExporter, DraftKind, Loss, Pair, SavedDraft, ServedDraft, TargetLoader
 from peftlab.drafting.config import HeadsConfig, HydraDraft, MedusaDraft
 from peftlab.drafting.objectives import Objective, chunked_loss, following, make_objective
 from peftlab.drafting.target import frozen_hidden, head_weight, input_embedding, last_hidden, unwrapped
@@ -666,6 +657,7 @@ class HeadsKind(DraftKind[HeadsT]):
     """
 
     title: ClassVar[str]
+    own_modules = True
     model: HeadedModel
 
     @classmethod
@@ -746,8 +738,7 @@ class HeadsKind(DraftKind[HeadsT]):
 
     def loss(self) -> Loss:
         """Return the weighted sum of the heads' losses."""
-        loss = HeadsLoss(make_objective(self.recipe.objective), self.config.decay, self.config.preserve)
-        return in_mixed_precision(loss, self.recipe.train)
+        return HeadsLoss(make_objective(self.recipe.objective), self.config.decay, self.config.preserve)
 
     def score(self, model: nn.Module, data: Dataset, batch_size: int) -> dict[str, float]:
         """Return the mean acceptance of the heads, each head's own, and how much of the target is preserved."""

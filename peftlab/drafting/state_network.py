@@ -45,15 +45,7 @@ from peftlab.drafting.acceptance import (
     response_tokens,
     write_ranks,
 )
-from peftlab.drafting.base import (
-    DraftKind,
-    Loss,
-    Pair,
-    SavedDraft,
-    ServedDraft,
-    TargetLoader,
-    in_mixed_precision,
-)
+from peftlab.drafting.base import DraftKind, Loss, Pair, SavedDraft, ServedDraft, TargetLoader
 from peftlab.drafting.config import StateConfig, UnrolledConfig
 from peftlab.drafting.objectives import Objective, chunked_loss, make_objective
 from peftlab.drafting.target import (
@@ -983,6 +975,7 @@ class StateKind(DraftKind[StateT]):
         known: the target's states of the training text; None: it computes them.
     """
 
+    own_modules = True
     model: TargetWithNetwork
     known: StoredStates | None = None
 
@@ -1139,9 +1132,8 @@ class UnrolledKind(StateKind[UnrolledT]):
 
     def loss(self) -> Loss:
         """Return the weighted sum of the steps' losses."""
-        config, objective = self.config, make_objective(self.recipe.objective)
-        return in_mixed_precision(
-            FeatureLoss(objective, config.steps, config.decay, known=self.known), self.recipe.train
+        return FeatureLoss(
+            make_objective(self.recipe.objective), self.config.steps, self.config.decay, known=self.known
         )
 
     def score(self, model: nn.Module, data: Dataset, batch_size: int) -> dict[str, float]:

@@ -62,31 +62,39 @@ def emits(result: types.Type, *arguments: types.Type) -> Callable:
 
 
 def read(builder: ir.IRBuilder, address: ir.Value, kind: ir.Type, align: int) -> ir.Value:
+    """Return what is stored at an address."""
     value = builder.load(builder.inttoptr(address, kind.as_pointer()))
     value.align = align
     return value
 
 
 def write(builder: ir.IRBuilder, address: ir.Value, value: ir.Value) -> ir.Value:
+    """Store float32 numbers at an address, and return what a function without a result returns."""
     builder.store(value, builder.inttoptr(address, value.type.as_pointer())).align = 4
     return ir.Constant(ir.IntType(8).as_pointer(), None)
 
 
 def call(builder: ir.IRBuilder, name: str, *values: ir.Value) -> ir.Value:
+    """Call a function of LLVM's whose result is of its arguments' type."""
     kind = ir.FunctionType(values[0].type, [value.type for value in values])
     return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), values)
 
 
-def repeat(builder: ir.IRBuilder, number: ir.Value) -> ir.Value:
-    first = builder.insert_element(ir.Constant(FLOATS, ir.Undefined), number, ir.IntType(32)(0))
-    return builder.shuffle_vector(first, first, ir.Constant(WORDS, [0] * LANES))
+def repeat(builder: ir.IRBuilder, number: ir.Value, kind: ir.VectorType = FLOATS) -> ir.Value:
+    """Return a vector of a number in all lanes."""
+    first = builder.insert_element(ir.Constant(kind, ir.Undefined), number, ir.IntType(32)(0))
+    return builder.shuffle_vector(
+        first, first, ir.Constant(ir.VectorType(ir.IntType(32), kind.count), [0] * kind.count)
+    )
 
 
 def all_of(value: int) -> ir.Constant:
+    """Return a whole number in all lanes."""
     return ir.Constant(WORDS, [value] * LANES)
 
 
 def vector_of(kind: ir.Type) -> ir.VectorType:
+    """Return the type of sixteen of these."""
     return ir.VectorType(kind, LANES)
 
 

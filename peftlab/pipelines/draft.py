@@ -34,6 +34,7 @@ from peftlab.drafting.base import (
     SavedDraft,
     ScheduledLoss,
     ServedDraft,
+    in_mixed_precision,
     with_window,
 )
 from peftlab.drafting.config import DraftConfig
@@ -570,7 +571,7 @@ def training_problem(recipe: DraftRecipe, draft: DraftKind[DraftConfig], sets: E
     """
     objective = make_objective(recipe.objective)
     kept = [objective.kept(tokens) for tokens in sets.train["kept"]]
-    loss = draft.loss()
+    loss = in_mixed_precision(draft.loss(), recipe.train) if draft.own_modules else draft.loss()
 
     def score(model: torch.nn.Module) -> Scores:
         bare, size = getattr(model, "module", model), recipe.train.eval_batch_size

@@ -1,7 +1,7 @@
 """Dropout by a rule: which elements are kept is a function of a seed and of their places, computed anywhere again.
 
 Sixteen bits decide for each element, four elements a word; the words are SplitMix64's (Steele, Lea and Flood 2014) at
-the word's number. Where the bits cannot decide, a further word does: the probability is exactly p, to 2⁻⁶⁹.
+the word's number. Where the bits cannot decide, a further word does: the probability is p to 2⁻⁸⁰.
 """
 
 from __future__ import annotations

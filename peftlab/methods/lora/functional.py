@@ -64,12 +64,13 @@ def low_rank_linear(
     if bias is not None and bias.dtype != dtype:
         bias = bias.to(dtype)
     rows = x.reshape(-1, x.shape[-1])
-    compiled = _compiles(rows, a, p)
+    kernels = _kernels() if _compiles(rows, a, p) else None
     dropped: Dropped | Tensor | None = None
     if p > 0:
-        dropped, scale = Dropped.drawn(p) if compiled else keep_mask(rows, p), scale / (1 - p)
+        dropped = keep_mask(rows, p) if kernels is None else Dropped.drawn(p)
+        scale /= 1 - p
     with torch.autocast(device, enabled=False):
-        y = LowRankLinear.apply(rows, weight, bias, a, b, scale, dropped, compiled)
+        y = LowRankLinear.apply(rows, weight, bias, a, b, scale, dropped, kernels)
     return y.view(*x.shape[:-1], y.shape[-1])
 
 
@@ -77,7 +78,7 @@ def _compiles(x: Tensor, a: Tensor, p: float) -> bool:
     """Return whether ``kernels`` multiplies x (N, in), dropped with p, and A (r, in): on a CPU, where it is faster."""
     narrow = 32 if p > 0 else 16 if x.dtype == torch.float32 else 0
     fits = 0 < len(a) <= narrow and x.dtype in (torch.float32, torch.bfloat16) and x.shape[1] % 16 == 0
-    return fits and x.numel() >= 1 << 16 and x.is_contiguous() and plain_on_cpu(x) and _kernels() is not None
+    return fits and x.numel() >= 1 << 16 and x.is_contiguous() and plain_on_cpu(x)
 
 
 @lru_cache(1)
@@ -104,11 +105,11 @@ class LowRankLinear(Function):
     """y = x·Wᵀ + b + s·((x∘keep)·Aᵀ)·Bᵀ with W and b frozen.
 
     Shapes: x (N, in), W (out, in), b (out) or None, A (r, in), B (out, r). What is kept is a mask (N, in), uint8 of 0
-    and 1, where ``compiled`` is True the rule of one, or None: all of it.
+    and 1, its rule where ``kernels`` multiply, or None: all of it.
 
-    For backward it keeps A, B, x where A trains, (x∘keep)·Aᵀ (N, r) where B does, and a mask as one byte an element;
-    W is held by the layer in any case. Both products add into one buffer in place. A W that a function makes exists
-    during each of the two passes alone.
+    For backward it keeps A, B, x where A trains, (x∘keep)·Aᵀ (N, r) where B does, and a mask as one byte an element, a
+    rule as nothing; W is held by the layer in any case. Both products add into one buffer in place. A W that a function
+    makes exists during each of the two passes alone.
     """
 
     @staticmethod
@@ -121,10 +122,9 @@ class LowRankLinear(Function):
         b: Tensor,
         scale: float,
         dropped: Dropped | Tensor | None,
-        compiled: bool,
+        kernels: ModuleType | None,
     ) -> Tensor:
         keep = dropped if isinstance(dropped, Tensor) else None
-        kernels = _kernels() if compiled else None
         if kernels is not None:
             h = kernels.narrow_product(x, a, dropped)
         else:
@@ -133,7 +133,7 @@ class LowRankLinear(Function):
         y = torch.mm(x, w.t()) if bias is None else torch.addmm(bias, x, w.t())
         a_trains, b_trains = ctx.needs_input_grad[3:5]
         ctx.save_for_backward(x if a_trains else None, h if b_trains else None, a, b, keep)
-        ctx.weight, ctx.scale, ctx.dropped, ctx.compiled = weight, scale, dropped, compiled
+        ctx.weight, ctx.scale, ctx.dropped, ctx.kernels = weight, scale, dropped, kernels
         return y.addmm_(h, b.t(), alpha=scale)
 
     @staticmethod
@@ -143,9 +143,8 @@ class LowRankLinear(Function):
         # The same product (N, r), transposed on CPUs: MKL takes half the time where the long side comes second.
         grad_h = (b.t().mm(grad.t()).t() if grad.is_cpu else grad.mm(b)).mul_(ctx.scale)
         grad_x = grad.mm(_dense(ctx.weight, grad.dtype)) if ctx.needs_input_grad[0] else None
-        kernels = _kernels() if ctx.compiled else None
-        if kernels is not None:
-            grad_a = kernels.narrow_gradients(x, a, grad_h, grad_x, ctx.dropped)
+        if ctx.kernels is not None:
+            grad_a = ctx.kernels.narrow_gradients(x, a, grad_h, grad_x, ctx.dropped)
         elif keep is None:
             grad_a = None if x is None else grad_h.t().mm(x)
             grad_x = None if grad_x is None else grad_x.addmm_(grad_h, a)

@@ -27,6 +27,7 @@ from peftlab.models.vectors import (
     load_bf16,
     plus,
     put,
+    repeat,
     run_on_threads,
     splat,
     spread,
@@ -66,21 +67,13 @@ def _mixed(builder: ir.IRBuilder, z: ir.Value) -> ir.Value:
     return builder.xor(z, builder.lshr(z, constant(31)))
 
 
-def _everywhere(builder: ir.IRBuilder, value: ir.Value, kind: ir.VectorType) -> ir.Value:
-    """Return a vector of a number in all places."""
-    first = builder.insert_element(ir.Constant(kind, ir.Undefined), value, ir.IntType(32)(0))
-    return builder.shuffle_vector(
-        first, first, ir.Constant(ir.VectorType(ir.IntType(32), kind.count), [0] * kind.count)
-    )
-
-
 @emits(types.UniTuple(types.int64, 2), types.uint64, types.int64, types.int64)
 def drawn(builder, seed, first, bound):
     """Return which of sixteen elements from ``first`` on are at or above ``bound``, and which equal it, a bit each."""
     start = builder.add(seed, builder.mul(builder.lshr(first, _WORD(2)), _WORD(GOLDEN)))
     steps = ir.Constant(_FOUR, [i * GOLDEN % 2**64 for i in range(4)])
-    words = _mixed(builder, builder.add(_everywhere(builder, start, _FOUR), steps))
-    draws, limit = builder.bitcast(words, _SHORTS), _everywhere(builder, builder.trunc(bound, ir.IntType(16)), _SHORTS)
+    words = _mixed(builder, builder.add(repeat(builder, start, _FOUR), steps))
+    draws, limit = builder.bitcast(words, _SHORTS), repeat(builder, builder.trunc(bound, ir.IntType(16)), _SHORTS)
     pair = ir.Constant(ir.ArrayType(_WORD, 2), ir.Undefined)
     for i, sign in enumerate((">=", "==")):
         bits = builder.bitcast(builder.icmp_unsigned(sign, draws, limit), ir.IntType(16))
