@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 def recompute_activations(model: PreTrainedModel, *, selective: bool) -> None:
     """Let each layer of ``model`` compute its activations again in backward, with the same random numbers.
 
-    From then on glibc gives memory of 4 MiB and more back to the system as soon as it is freed, which costs a tenth of a
-    CPU's step. By itself it raises that bound to 32 MiB: what a layer keeps then lies between what it has freed, and a
-    quarter of the memory of a CPU's training is holes.
+    From then on glibc gives memory of 4 MiB and more back to the system as soon as it is freed, which costs a tenth of
+    a CPU's step. By itself it raises that bound to 32 MiB: what a layer keeps then lies between what it has freed, and
+    a quarter of the memory of a CPU's training is holes.
 
     Args:
         model: whose class supports it.
