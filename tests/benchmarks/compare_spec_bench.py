@@ -1,6 +1,6 @@
 """Fill ``docs/benchmarks/spec_bench.md``: drafts on the categories of Spec-Bench, beside plain decoding and ``suffix``.
 
-    python -m tests.benchmarks.compare_spec_bench [--only DRAFT ...] [--categories CATEGORY ...] [--prompts N] [--write-only]
+    python -m tests.benchmarks.compare_spec_bench [--only DRAFT ...] [--categories CATEGORY ...] [--write-only]
 
 The drafts are those below ``--dir``, trained by the commands that the page lists; a draft that is not there keeps the figures that
 the page has. A category that a draft has finished is not decoded again, so that a command that was stopped is continued
@@ -220,18 +220,17 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--lm", type=Path, default=LM, help="directory of spec_bench_question.jsonl")
     parser.add_argument("--only", nargs="+", choices=list(DRAFTS), help="drafts")
     parser.add_argument("--categories", nargs="+", help="of Spec-Bench; default: all")
-    parser.add_argument("--prompts", type=int, help="of each category, the first; default: all")
     parser.add_argument("--page", type=Path, default=PAGE, help="the page to fill")
     parser.add_argument("--write-only", action="store_true", help="measure nothing, and write what has been measured")
     options = parser.parse_args(arguments)
     every = questions(options.lm)
     if unknown := {*(options.categories or ())} - {*every}:
         raise SystemExit(f"--categories: {', '.join(sorted(unknown))} not among {', '.join(every)}")
-    results = options.dir / ("results" if options.prompts is None else f"results-{options.prompts}")
+    results = options.dir / "results"
     results.mkdir(parents=True, exist_ok=True)
     for draft, category in [] if options.write_only else [*missing(options, results, [*every])]:
         prompts, written = results / f"{category}.jsonl", results / "newest.json"
-        prompts.write_text("\n".join(every[category][: options.prompts]) + "\n", encoding="utf-8")
+        prompts.write_text("\n".join(every[category]) + "\n", encoding="utf-8")
         given = ("--target", TARGET, "--draft", str(options.dir / draft.run), "--drafter", SUFFIX)
         peftlab("draft", "bench", *given, *draft.options, *SETTINGS, "--prompts", str(prompts), "--json", str(written))
         result = json.loads(written.read_text()) | {"measured": str(date.today())}
