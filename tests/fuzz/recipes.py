@@ -91,6 +91,8 @@ def _without_own_lr(stated: Any, printed: dict[str, Any]) -> dict[str, Any]:
 def _differs(stated: Any, printed: Any, node: dict[str, Any], definitions: dict[str, Any], where: str) -> str:
     if where in ("draft.draft", "draft_table.draft") and isinstance(stated, str):
         stated = {"kind": "model", "from": stated}
+    if isinstance(stated, str) and isinstance(printed, list):  # a text stands for the list of it alone
+        stated = [stated]
     if not isinstance(stated, dict):
         return "" if _equal(stated, printed) else f"{where}: printed {printed!r}, the file says {stated!r}"
     if not isinstance(printed, dict):
