@@ -241,10 +241,14 @@ class KVCache:
                     stored[row, :, start : start + n] = old
 
     def select(self, rows: Sequence[int]) -> None:
-        """Keep only these rows of the cache, in this order."""
+        """Keep only these rows of the cache, in this order; a row that stays where it is costs nothing."""
         self.batch = len(rows)
         self.context = None if self.context is None else self.context.select(rows)
-        self.states[:] = [stored if stored is None else stored[list(rows)] for stored in self.states]
+        moved = [place for place, row in enumerate(rows) if row != place]
+        for layer, stored in enumerate(self.states):
+            if stored is not None:
+                stored[moved] = stored[[rows[place] for place in moved]]
+                self.states[layer] = stored[: len(rows)]
 
 
 @dataclass(frozen=True)

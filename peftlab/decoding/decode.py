@@ -678,6 +678,9 @@ class _Batch:
             if self.drafter is not None:
                 self.drafter.join(joining, state)
         if self.rows and len(joining) < len(free):
+            # The last sequences move to the free slots; the others stay, so that little is copied.
+            of_slot, last = {row.slot: row for row in self.rows}, self.rows[:]
+            self.rows = [of_slot.get(slot) or last.pop() for slot in range(len(self.rows))]
             slots = [row.slot for row in self.rows]
             self.cache.select(slots)
             if self.drafter is not None:

@@ -408,7 +408,8 @@ def _gather(values: Tensor, index: Tensor) -> Tensor:
 
 def _gather_row(values: Tensor, index: Tensor) -> Tensor:
     """Return values[..., index, :]: [..., N, V], [...] -> [..., V]."""
-    return values.take_along_dim(index[..., None, None], dim=-2).squeeze(-2)
+    rows = values.reshape(-1, *values.shape[-2:])  # whole rows are copied, which a gather of each number is slower than
+    return rows[torch.arange(len(rows), device=index.device), index.reshape(-1)].reshape(*index.shape, values.shape[-1])
 
 
 def _count_leading(accepted: Tensor) -> Tensor:
