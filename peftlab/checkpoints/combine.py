@@ -30,7 +30,7 @@ _A = re.compile(r"(.*)([._])(lora|lora_embedding)_A")
 def combine(
     adapters: Sequence[Adapter],
     weights: Sequence[float],
-    method: str = "linear",
+    method: str = "cat",
     *,
     rank: int | None = None,
     density: float = 0.5,

@@ -419,7 +419,7 @@ def merge(
     ],
     out: Out = Path("merged"),
     base: Base = None,
-    method: Annotated[str, typer.Option("--method", help="How several adapters become one.")] = "linear",
+    method: Annotated[str, typer.Option("--method", help="How several adapters become one.")] = "cat",
     rank: Annotated[int | None, typer.Option("--rank", help="Rank of --method svd.")] = None,
     density: Annotated[float, typer.Option("--density", help="Share kept by ties and dare.")] = 0.5,
     dtype: Annotated[

@@ -53,7 +53,7 @@ SAMPLES = (
 class Combining:
     """The arguments of ``peftlab.checkpoints.combine.combine``, by which several adapters become one."""
 
-    method: str = "linear"
+    method: str = "cat"
     rank: int | None = None
     density: float = 0.5
 

@@ -45,6 +45,7 @@ TABLES: dict[str, dict[str, object]] = {
     "gsm8k_test.jsonl": {"question": "How much is 1 + 2?", "answer": "It is three. #### 3"},
     "questions.jsonl": {"question": "Where is Rome?", "prompt": "Where is Rome?"},
     "prompts.jsonl": {"prompt": "Once upon a time"},
+    "others.jsonl": {"prompt": "There was a king"},
     "FILE.jsonl": {"prompt": "Once upon a time"},
     "answers.jsonl": {"answer": "Once upon a time there was a cat."},
     "log.jsonl": {"prompt": "Once upon", "response": " a time there was a cat"},
