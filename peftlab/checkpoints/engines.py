@@ -712,7 +712,8 @@ def _write_gguf(
     if not reference.endswith(".gguf"):
         fit = _fit_or_none(source, reference, given=True)
         class_name = fit.architecture if fit is not None else class_name
-    with staged_file(out, overwrite=overwrite, inputs={"the adapter": Path(source)}) as staging:
+    inputs = {"the adapter": Path(source), "the base model": Path(reference)}
+    with staged_file(out, overwrite=overwrite, inputs=inputs) as staging:
         rank = write_lora(staging / out.name, GgufModel(base_config, class_name), factors, out.stem)
     serve = f"serve with llama-server -m BASE.gguf --lora {out}"
     return Conversion(str(out), name, rank, len(factors), [], serve, "alpha / rank is 1 for each pair of factors")

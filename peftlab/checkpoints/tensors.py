@@ -398,7 +398,11 @@ class Shard:
         return raw.view(DTYPES[entry.dtype]).view(entry.shape)
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file, after the flush that is running.
+
+        Raises:
+            OSError: the disk could not write what was flushed.
+        """
         if self._descriptor >= 0:
             os.close(self._descriptor)
         self._descriptor = -1
@@ -541,15 +545,19 @@ class OutputFile:
     def flush_soon(self, flusher: ThreadPoolExecutor) -> None:
         """Start flushing written data to the disk, if there is enough of it and no flush is running."""
         idle = self._flush is None or self._flush.done()
+        if idle and self._flush is not None:
+            self._flush.result()  # a disk says once that it could not write
         if idle and (self._unflushed >= FLUSH or (self._written == self.size and self._unflushed)):
             self._unflushed = 0
             self._flush = flusher.submit(flush, self._descriptor)
 
     def close(self) -> None:
         """Close the file."""
-        if self._flush is not None:
-            self._flush.exception()
-        os.close(self._descriptor)
+        try:
+            if self._flush is not None:
+                self._flush.result()
+        finally:
+            os.close(self._descriptor)
 
     def _write(self, view: memoryview, offset: int) -> None:
         done = 0

@@ -100,7 +100,8 @@ class ModelDrafter(Drafter):
         self._read, self._ahead = {}, {}
         self._cache = state.cache
         if not self.shares_cache:
-            self._cache = self._own_cache(rows, state.cache.capacity)
+            # Sequences read the tokens that they have not read in one block, which begins at each one's own length.
+            self._cache = self._own_cache(rows, 2 * state.cache.capacity)
         self.join(rows, state)
 
     def _own_cache(self, rows: list[Row], capacity: int) -> KVCache:

@@ -11,7 +11,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import Generic, Protocol, TypeVar, runtime_checkable
+from typing import Generic, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -239,7 +239,6 @@ class FeatureNetwork(Protocol):
         ...
 
 
-@runtime_checkable
 class BlockNetwork(Protocol):
     """The interface of a network that drafts a block of tokens in one pass, over the target's states (DFlash).
 
@@ -711,7 +710,11 @@ def state_drafter(network: FeatureNetwork | BlockNetwork, width: int = 1) -> Dra
     Args:
         network: which drafts. width: as of the drafters.
     """
-    drafter = BlockDrafter(network, width) if isinstance(network, BlockNetwork) else FeatureDrafter(network, width)
+    # By an attribute, which a stopwatch around the network has, too.
+    if hasattr(network, "block_size"):
+        drafter: FeatureDrafter | BlockDrafter = BlockDrafter(cast(BlockNetwork, network), width)
+    else:
+        drafter = FeatureDrafter(network, width)
     return drafter if network.image_tokens is None else FewerImageTokens(drafter, network.image_tokens)
 
 

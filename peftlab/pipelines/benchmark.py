@@ -36,7 +36,6 @@ from peftlab.decoding.measurements import (
 )
 from peftlab.decoding.sampled_trees import GrowthFactory
 from peftlab.decoding.sampling import TRAVERSAL, LossyRule, Sampling, Verifier
-from peftlab.decoding.state_drafters import BlockNetwork
 from peftlab.decoding.table import (
     DRAWN,
     HEAD,
@@ -598,7 +597,7 @@ def attach_stopwatches(pair: Pair) -> list[Stopwatch]:
     if pair.heads is not None:
         pair.heads = timed_calls(pair.heads, watches[0], "tokens")
     if pair.network is not None:
-        block = isinstance(pair.network, BlockNetwork)
+        block = hasattr(pair.network, "block_size")
         calls = ("read", "draft") if block else ("fuse", "advance", "logits")
         pair.network = timed_calls(pair.network, watches[0], *calls)
     return watches

@@ -126,7 +126,10 @@ def run_merge(
     weighted = [(local_copy(place), weight) for place, weight in weighted]
     adapter: Path | Adapter = Path(weighted[0][0])
     if len(weighted) > 1 or weighted[0][1] is not None:
-        read = [read_adapter(directory) for directory, _ in weighted]
+        read = [
+            read_adapter(directory, lora_alpha=options.lora_alpha, allow_nonfinite=options.allow_nonfinite)
+            for directory, _ in weighted
+        ]
         weights = [1.0 if weight is None else weight for _, weight in weighted]
         adapter = combine(read, weights, combining.method, rank=combining.rank, density=combining.density)
     recipe = None if isinstance(adapter, Adapter) else _recipe_near(adapter)
