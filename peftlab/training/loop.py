@@ -102,7 +102,8 @@ def train(
             step = progress.step
             progress.seconds += time.perf_counter() - clock  # waiting for data counts, evaluation does not
             speed = progress.tokens / max(progress.seconds, 1e-9)
-            log.step(step, settings.peak_lr * factor, loss, norm, batch.indices, speed)
+            skipped = trainer.optimiser.step_was_skipped
+            log.step(step, settings.peak_lr * factor, loss, norm, skipped, batch.indices, speed)
             trainer.check_first_steps()
             stop = signals.received()
             evaluating = step == order.total or (
@@ -281,7 +282,7 @@ class Trainer:
 
     def evaluate(self, log: Log) -> None:
         """Score the model, and record the scores in the progress and the log."""
-        log.flush()  # a loss that is not finite stops here, before it is scored
+        log.flush()  # a loss or gradient that is not finite stops here, before the model is scored
         half = max(1, self.settings.eval_batch_size // 2)
         advice = memory_advice("while evaluating", [f"train.eval_batch_size={half}"])
         with Phase("evaluating"), advice, self.computing():

@@ -347,7 +347,7 @@ class Log:
         self._file = MetricsFile(path, keep_bytes) if accelerator.is_main_process else None
         # Reading a loss waits for its step. A GPU, which works behind the program, is given the next step first.
         self._behind = 0 if accelerator.device.type == "cpu" else 1
-        self._pending: list[tuple[int, float, Tensor, Tensor, list[int]]] = []
+        self._pending: list[tuple[int, float, Tensor, Tensor, bool, list[int]]] = []
         self._phase = Phase("training", order.total, "step", done=step)
         self._loss = ""
 
@@ -360,7 +360,9 @@ class Log:
         if self._file is not None:
             self._file.close()
 
-    def step(self, step: int, lr: float, loss: Tensor, norm: Tensor, batch: list[int], speed: float) -> None:
+    def step(
+        self, step: int, lr: float, loss: Tensor, norm: Tensor, skipped: bool, batch: list[int], speed: float
+    ) -> None:
         """Record a training step: on a CPU its line is in the file when this returns, on a GPU after the next step.
 
         Args:
@@ -368,27 +370,29 @@ class Log:
             lr: the learning rate of the step.
             loss: its mean loss, a scalar.
             norm: the gradient's norm before clipping, a scalar.
+            skipped: whether the optimiser left the step out, as scaling in fp16 does where a gradient overflows.
             batch: indices of the global batch's examples.
             speed: tokens per second of the run so far.
         """
-        self._pending.append((step, lr, loss, norm, batch))
+        self._pending.append((step, lr, loss, norm, skipped, batch))
         self.flush(self._behind)
         self._phase.advance(1, f"{self._loss}{per_second(speed)} tokens/s")
 
     def flush(self, behind: int = 0) -> None:
-        """Write the pending steps but the last ``behind``; raise ``PeftlabError`` at a loss that is not finite."""
+        """Write the pending steps but the last ``behind``; raise ``PeftlabError`` at a loss or gradient not finite."""
         while len(self._pending) > behind:
-            step, lr, loss, norm, batch = self._pending.pop(0)
-            value = loss.item()
-            if not math.isfinite(value):
+            step, lr, loss, norm, skipped, batch = self._pending.pop(0)
+            value, size = loss.item(), float(norm)
+            if not math.isfinite(value) or not (skipped or math.isfinite(size)):
+                wrong = f"the norm of the gradient is {size}" if math.isfinite(value) else f"the loss is {value}"
                 named = ", ".join(map(str, sorted(batch)[:_NAMED]))
                 more = f" and {len(batch) - _NAMED} more" if len(batch) > _NAMED else ""
                 raise PeftlabError(
-                    f"the loss is {value} at step {step}, on training examples {named}{more} (from 0); the "
+                    f"{wrong} at step {step}, on training examples {named}{more} (from 0); the "
                     "checkpoints of earlier steps are intact. A lower train.lr, a longer train.warmup or "
                     "train.precision=fp32 usually helps"
                 )
-            self._write(step, {"loss": value, "lr": lr, "grad_norm": float(norm)})
+            self._write(step, {"loss": value, "lr": lr, "grad_norm": size})
             self._loss = f"loss {value:.4f}, "
         if self._file is not None:
             self._file.flush()

@@ -140,6 +140,25 @@ def test_a_loss_that_is_not_finite_stops_the_run(still, rows, tmp_path):
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000005.pt"]
 
 
+def test_a_gradient_that_is_not_finite_stops_the_run(still, rows, tmp_path):
+    """Its loss is finite, and the weights that the step leaves are not: no checkpoint has them."""
+
+    def poison(problem):
+        weight = next(p for p in problem.model.parameters() if p.requires_grad)
+        seen = []
+
+        def poisoned(gradient):
+            seen.append(gradient)
+            return gradient * float("inf") if len(seen) == 6 else gradient
+
+        weight.register_hook(poisoned)
+
+    values = tiny.recipe(still, rows, tmp_path, save_every=1, eval_every=100)
+    with pytest.raises(PeftlabError, match=r"the norm of the gradient is (nan|inf) at step 6, on training examples "):
+        tiny.fit(values, tmp_path, poison)
+    assert max(path.name for path in (tmp_path / "checkpoints").iterdir()) == "step-00000005.pt"
+
+
 def test_the_same_recipe_twice_gives_the_same_bytes(model, rows, tmp_path):
     for name in ("one", "other"):
         tiny.run(tiny.recipe(model, rows, tmp_path / name, gradient_accumulation_steps=2))
