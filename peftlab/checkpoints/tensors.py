@@ -398,11 +398,7 @@ class Shard:
         return raw.view(DTYPES[entry.dtype]).view(entry.shape)
 
     def close(self) -> None:
-        """Close the file, after the flush that is running.
-
-        Raises:
-            OSError: the disk could not write what was flushed.
-        """
+        """Close the file."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
         self._descriptor = -1
@@ -552,7 +548,11 @@ class OutputFile:
             self._flush = flusher.submit(flush, self._descriptor)
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file, after the flush that is running.
+
+        Raises:
+            OSError: the disk could not write what was flushed.
+        """
         try:
             if self._flush is not None:
                 self._flush.result()

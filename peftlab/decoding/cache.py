@@ -241,7 +241,7 @@ class KVCache:
                     stored[row, :, start : start + n] = old
 
     def select(self, rows: Sequence[int]) -> None:
-        """Keep only these rows of the cache, in this order; a row that stays where it is costs nothing."""
+        """Keep only these rows of the cache, in this order; keys and values of a row that stays are not copied."""
         self.batch = len(rows)
         self.context = None if self.context is None else self.context.select(rows)
         moved = [place for place, row in enumerate(rows) if row != place]

@@ -100,7 +100,7 @@ class ModelDrafter(Drafter):
         self._read, self._ahead = {}, {}
         self._cache = state.cache
         if not self.shares_cache:
-            # Sequences read the tokens that they have not read in one block, which begins at each one's own length.
+            # A block begins at each sequence's own length and is as long as the longest has tokens to read.
             self._cache = self._own_cache(rows, 2 * state.cache.capacity)
         self.join(rows, state)
 
