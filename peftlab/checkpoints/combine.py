@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import reduce
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -49,8 +50,8 @@ def combine(
     - ``dare_linear``, ``dare_ties`` (arXiv 2311.03099): instead of the largest a random ``density`` is kept, and
       divided by it.
 
-    The result has α = r, so its scale is 1. A module that only some of the adapters change combines those. Tensors
-    trained whole (a task head) must be equal wherever they occur.
+    The result has α = r, so its scale is 1, and each tensor the widest of the adapters' dtypes. A module that only some
+    of the adapters change combines those. Tensors trained whole (a task head) must be equal wherever they occur.
 
     Args:
         adapters: the adapters. weights: one per adapter.
@@ -59,7 +60,8 @@ def combine(
         density: in (0, 1]. seed: of the random choice.
 
     Raises:
-        PeftlabError: another method than LoRA, DoRA, ranks that differ, whole tensors that differ.
+        PeftlabError: another method than LoRA, DoRA, ranks or sizes that differ, whole tensors that differ, an A without
+            its B, or ``rank`` with another method than ``svd``.
     """
     methods = get_args(Combination)
     if method not in methods:
@@ -69,6 +71,8 @@ def combine(
         raise PeftlabError(f"{len(adapters)} adapters need as many weights, not {len(weights)}")
     if not 0 < density <= 1:
         raise PeftlabError(f"density is {density}, not in (0, 1]")
+    if rank is not None and (method != "svd" or rank < 1):
+        raise PeftlabError(f"rank is {rank}: {'it must be at least 1' if rank < 1 else f'{method} has none, svd does'}")
     configs = [_plain_lora(adapter) for adapter in adapters]
     generator = torch.Generator().manual_seed(seed)
     tensors = _tensors_besides_factors(adapters)
@@ -84,21 +88,25 @@ def combine(
             if len(ranks) > 1:
                 raise PeftlabError(f"{method}: the adapters' ranks differ ({sorted(ranks)}); use cat or svd")
             a, b = _elementwise(items, method, density, generator)
-        like = adapters[0].tensors.get(name, items[0][0])
-        shape = next(adapter.tensors[name].shape[1:] for adapter in adapters if name in adapter.tensors)
-        tensors[name], tensors[f"{name[:-1]}B"] = (t.to(like.dtype) for t in _join_experts(a, b, shape))
+        own = [adapter.tensors[name] for adapter in adapters if name in adapter.tensors]
+        dtype = reduce(torch.promote_types, (tensor.dtype for tensor in own))
+        factors = _join_experts(a, b, own[0].shape[1:])
+        tensors[name], tensors[f"{name[:-1]}B"] = (factor.to(dtype) for factor in factors)
     base, notes = _base(adapters)
-    return replace(adapters[0], config=_config(configs[0], pairs, new), tensors=tensors, base=base, notes=notes)
+    return replace(adapters[0], config=_config(configs, pairs, new), tensors=tensors, base=base, notes=notes)
 
 
 def _base(adapters: Sequence[Adapter]) -> tuple[dict[str, Json], tuple[str, ...]]:
-    """Return the first adapter's description of its base, and notes; without the format where they have several."""
-    first = adapters[0]
-    if all(adapter.base.get("format") == first.base.get("format") for adapter in adapters):
-        return dict(first.base), first.notes
-    plain = {key: value for key, value in first.base.items() if key != "format"}
-    why = "the adapters were trained on bases stored in different ways: the update is added to the original weights"
-    return plain, (*first.notes, why)
+    """Return the first adapter's description of its base, and all notes; without the format where they have several."""
+    first, notes = adapters[0], [note for adapter in adapters for note in adapter.notes]
+    references = list(dict.fromkeys(adapter.base_reference for adapter in adapters if adapter.base_reference))
+    if len(references) > 1:
+        notes.append(f"the adapters name different base models: {', '.join(references)}")
+    base = dict(first.base)
+    if any(adapter.base.get("format") != first.base.get("format") for adapter in adapters):
+        base.pop("format", None)
+        notes.append("the adapters' bases were stored in different ways: the update is added to the original weights")
+    return base, tuple(dict.fromkeys(notes))
 
 
 def add_weighted_adapter(
@@ -148,9 +156,17 @@ def _pairs(adapters: Sequence[Adapter], configs: Sequence[LoraConfig], weights: 
     for adapter, config, weight in zip(adapters, configs, weights, strict=True):
         for name in adapter.tensors:
             if found := _A.fullmatch(name):
-                a, b = adapter.tensors[name], adapter.tensors[f"{name[:-1]}B"]
+                a, b = adapter.tensors[name], adapter.tensors.get(f"{name[:-1]}B")
+                if b is None or b.flatten(1).shape[1] != len(a):
+                    rank = "no" if b is None else f"a rank of {b.flatten(1).shape[1]}, not {len(a)}, in"
+                    raise PeftlabError(f"{name}: the adapter has {rank} {name[:-1]}B")
                 r = config.rank(found[1])
                 pairs.setdefault(name, []).append((*_by_expert(a, b, r), weight * config.scale(found[1], r)))
+    for name, items in pairs.items():
+        sizes = {(len(a), b.shape[1], a.shape[2]) for a, b, _ in items}
+        if len(sizes) > 1:
+            shown = " and ".join(f"{out} × {into}" + f" of {n} experts" * (n > 1) for n, out, into in sorted(sizes))
+            raise PeftlabError(f"{name}: the adapters are for weights of different sizes, {shown}")
     return pairs
 
 
@@ -257,7 +273,15 @@ def _keep_random(tensor: Tensor, density: float, generator: torch.Generator) -> 
     return tensor * torch.bernoulli(torch.full_like(tensor, density), generator=generator) / density
 
 
-def _config(first: LoraConfig, pairs: dict[str, Items], rank: int) -> LoraConfig:
+_OF_WHOLE_TENSORS = ("bias", "trainable_token_indices", "ensure_weight_tying")
+
+
+def _config(configs: Sequence[LoraConfig], pairs: dict[str, Items], rank: int) -> LoraConfig:
+    for field in _OF_WHOLE_TENSORS:
+        values = [getattr(config, field) for config in configs]
+        if differing := [value for value in values if value != values[0]]:
+            raise PeftlabError(f"the adapters have different {field}: {values[0]} and {differing[0]}")
+    saved = dict.fromkeys(name for config in configs for name in config.modules_to_save or [])
     matches = [found for name in pairs if (found := _A.fullmatch(name))]
     modules = [found[1] for found in matches if found[2] == "."]
     experts = [found[1] for found in matches if found[2] == "_"]
@@ -272,5 +296,7 @@ def _config(first: LoraConfig, pairs: dict[str, Items], rank: int) -> LoraConfig
         "rank_pattern": {},
         "alpha_pattern": {},
         "use_rslora": False,
+        "modules_to_save": list(saved) or None,
+        "train_head": any(config.train_head for config in configs),
     }
-    return first.model_copy(update=changes)
+    return configs[0].model_copy(update=changes)

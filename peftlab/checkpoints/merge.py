@@ -102,10 +102,8 @@ def merge_checkpoint(
     to_file = out.suffix == ".gguf"
     _check_type(options, to_file)
     base_file = model_place(reference, revision=options.revision) if reference.endswith(".gguf") else None
-    with _plain_base(reference, read, out, options) as (directory, notes):
+    with _plain_base(reference, read, out, options) as (directory, notes, dequantised):
         refuse_overlap(out, directory)
-        # The copy of a GGUF file is what would be quantised on loading; that of a quantised checkpoint is the result.
-        dequantised = bool(notes) and not reference.endswith(".gguf")
         plan = plan_merge(read, directory, options, source=name, dequantised=dequantised)
         accounts = plan.accounts()
         into = "original" if read.base.get("format") else None  # of a base that was quantised on disk or in training
@@ -296,8 +294,11 @@ def _gguf_licence(base: Path) -> dict[str, str]:
 
 
 @contextmanager
-def _plain_base(reference: str, adapter: Adapter, out: Path, options: MergeOptions) -> Iterator[tuple[Path, list[str]]]:
-    """Yield the local directory of a base model with plain weights, and notes on how they were obtained.
+def _plain_base(
+    reference: str, adapter: Adapter, out: Path, options: MergeOptions
+) -> Iterator[tuple[Path, list[str], bool]]:
+    """Yield the local directory of a base model with plain weights, notes on how they were obtained, and whether they
+    are the values that a checkpoint quantised on disk computes with.
 
     A base that is itself an adapter (``models.config``) is merged into its own base beside ``out`` for the duration
     of the block. A GGUF file or a quantised checkpoint is loaded and saved there as plain fp32 weights, which takes
@@ -308,16 +309,21 @@ def _plain_base(reference: str, adapter: Adapter, out: Path, options: MergeOptio
     """
     place, why = _stored_base(reference, options)
     if place is not None:
-        yield place, []
+        yield place, [], False
         return
     with write_errors(out), scratch_directory(real_path(out), "base") as directory:
-        if inner := find_model(reference).adapters:
-            plain = directory / "merged"
-            merge_checkpoint(inner[-1], None, plain, MergeOptions(trust_remote_code=options.trust_remote_code))
-            yield plain, [why]
+        parts = find_model(reference)
+        if parts.adapters:
+            plain, inner = directory / "merged", MergeOptions(trust_remote_code=options.trust_remote_code)
+            # Loading it adds the inner adapter to plain weights, whatever that was trained beside (load_model).
+            if _stored_base(parts.base, replace(inner, revision=parts.revision))[0] is not None:
+                inner = replace(inner, into="original")
+            report = merge_checkpoint(parts.adapters[-1], None, plain, inner)
+            yield plain, [why], report.into == "dequantised"
             return
-        _save_plain(reference, adapter, directory, options)
-        yield directory, [why]
+        notes = [why, *_save_plain(reference, adapter, directory, options)]
+        # The copy of a GGUF file is what would be quantised on loading; that of a quantised checkpoint is the result.
+        yield directory, notes, not reference.endswith(".gguf")
 
 
 def _stored_base(reference: str, options: MergeOptions) -> tuple[Path | None, str]:
@@ -378,8 +384,11 @@ def quantisation(config: object) -> str:
     return str(getattr(method, "value", method) or "unknown method")
 
 
-def _save_plain(reference: str, adapter: Adapter, directory: Path, options: MergeOptions) -> None:
-    """Write a quantised model's weights as fp32, and the tensors beside them that its class does not read."""
+def _save_plain(reference: str, adapter: Adapter, directory: Path, options: MergeOptions) -> list[str]:
+    """Write a quantised model's weights as fp32, the tensors beside them that its class does not read, and its files.
+
+    Return notes on the files that were left out.
+    """
     architecture = str(adapter.base.get("architecture") or "AutoModelForCausalLM")
     loading: Attributes = {"trust_remote_code": True} if options.trust_remote_code else {}
     model, _ = load_model(reference, architecture, revision=options.revision, **loading)
@@ -391,10 +400,14 @@ def _save_plain(reference: str, adapter: Adapter, directory: Path, options: Merg
             raise PeftlabError(f"{reference} cannot be dequantised: {error}") from None
     # The original format of a quantised checkpoint would be the quantised one.
     model.save_pretrained(directory, save_original_format=not quantised)
+    notes = []
     if not reference.endswith(".gguf"):
-        _add_unread(model, model_place(reference, revision=options.revision), directory)
+        place = model_place(reference, revision=options.revision)
+        _add_unread(model, place, directory)
+        notes = _copy(place, directory, (*OTHERS, "README.md"))  # whose card names the licence
     with suppress(PeftlabError):  # the base may have no tokenizer
-        load_tokenizer(reference, revision=options.revision).save_pretrained(directory)
+        load_tokenizer(reference, revision=options.revision, **loading).save_pretrained(directory)
+    return notes
 
 
 _PLAIN = ("F64", "F32", "F16", "BF16", "I64", "BOOL")  # dtypes of values; quantisers' codes have others
@@ -580,9 +593,9 @@ def unmerge_checkpoint(
     objects = [row for row in rows if isinstance(row, dict)]
     if len(objects) < len(rows):
         raise PeftlabError(f"{report}: tensors must be a list of objects")
-    changed = {typed_value(row, "name", str, report) for row in objects} | set(
-        typed_value(values, "dropped", dict, report)
-    )
+    changed = {typed_value(row, "name", str, report) for row in objects}
+    changed.update(str(key) for row in objects if "keys" in row for key in typed_value(row, "keys", list, report))
+    changed.update(typed_value(values, "dropped", dict, report))
     named = typed_value(values, "base", str, report)
     revision = values.get("revision") if base in (None, named) else None
     directory = base_directory(str(base or named), revision=revision if isinstance(revision, str) else None)

@@ -26,7 +26,7 @@ class TensorReport:
     """One tensor of a merged checkpoint that differs from the base's.
 
     Attributes:
-        name: its key in the merged checkpoint.
+        name: its key in the merged checkpoint; of experts that are stored one by one, the model's name for all of them.
         kind: ``folded`` (W0 + ΔW), ``replaced`` (trained whole), ``added`` (the base has none) or ``dequantised``
             (the value that a quantised base computes with; ΔW is its difference from the weight as stored).
         dtype: of the merged tensor. shape: of it.
@@ -37,6 +37,7 @@ class TensorReport:
         nonfinite: how many of the stored weights are NaN or infinite.
         kept: of a weight in fp8, the update's share along itself: ⟨ΔW′, ΔW⟩ / ‖ΔW‖², where ΔW′ is the difference
             between W0 + ΔW and W0, both in fp8. The rest of ΔW′ is rounding noise; None for other dtypes.
+        keys: of experts that are stored one by one, their keys in the merged checkpoint; else empty.
     """
 
     name: str
@@ -48,6 +49,7 @@ class TensorReport:
     survived: float
     nonfinite: int
     kept: float | None = None
+    keys: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -323,8 +325,15 @@ class Steps:
 
         return Job(reads, convert, self.outputs, nbytes)
 
-    def _changed(self, target: Target, name: str, base: Tensor | None) -> dict[str, Tensor]:
-        """Return a parameter's merged value, for fp8 with its scales, by key; record its figures."""
+    def _changed(
+        self, target: Target, name: str, base: Tensor | None, keys: tuple[str, ...] = ()
+    ) -> dict[str, Tensor]:
+        """Return a parameter's merged value, for fp8 with its scales, by key; record its figures.
+
+        Args:
+            target: where it is written. name: of the parameter. base: W0; None where the base has none.
+            keys: of the tensors that it is stored as, where these are several.
+        """
         given, trained = self.plan.given.get(name), self.plan.trained
         start = base if given is None else given
         if given is None and base is not None and trained is not None and name in trained:
@@ -337,10 +346,11 @@ class Steps:
             tally = Tally(start.dtype != stored)
             in_place = stored == start.dtype and given is None
             value = self._fold(name, start, Folding(self.options.precision, stored, tally, in_place))
-            self._record(target, tally.row(target.key, "folded", value), tally.underflow, tally)
+            row = replace(tally.row(target.key, "folded", value), keys=keys)
+            self._record(target, row, tally.underflow, tally)
         else:
             value = start.to(stored)
-            row = replaced(target.key, base, start, value)
+            row = replace(replaced(target.key, base, start, value), keys=keys)
             row = replace(row, kind="dequantised") if given is None else row
             self._record(target, row, out_of_range(start, value)[1])
         return {target.key: value}
@@ -433,7 +443,7 @@ class Steps:
             for name in whole:
                 if self.plan.changes(name):
                     row = Target(name, name, group[0].dtype, tuple(whole[name].shape))
-                    whole |= self._changed(row, name, whole[name])
+                    whole |= self._changed(row, name, whole[name], tuple(target.key for target in group))
             back = converter.reverse_transform()
             pieces = []
             for name, tensor in whole.items():

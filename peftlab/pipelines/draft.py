@@ -296,8 +296,7 @@ def _run(recipe: DraftRecipe, directory: Claim, resume: bool, device: str) -> Dr
         inject(draft.injected, injected_method(recipe.method, recipe.train))
     if draft.folds and draft.base_model is None:  # what would stop the merge stops the run before it has trained
         with prefix_errors("merge"):
-            options = MergeOptions(into=merge_into(recipe.merge), revision=_base_revision(recipe, draft))
-            check_merge(draft.injected, draft.base, run_dir / "merged", options)
+            check_merge(draft.injected, draft.base, run_dir / "merged", _merge_options(recipe, draft))
     trainable, total = count_parameters(draft.model)
     for line in filter(None, (trainable_line(trainable, total), adapted_line(draft.injected))):
         accelerator.print(line)
@@ -329,7 +328,7 @@ def _run(recipe: DraftRecipe, directory: Claim, resume: bool, device: str) -> Dr
         with Phase("merging and writing the draft" if draft.folds else "writing the draft"):
             tokens = save_draft(recipe, draft, sets)
         with stored_results(run_dir, results.as_json()):
-            saved = _read_back(draft, tokens)
+            saved = _read_back(draft, tokens, recipe.trust_remote_code)
             with Phase("scoring the draft on each held-out answer"):
                 results.held_out = _held_out(draft, sets)
             _measure(recipe, draft, problem, sets, saved, results)
@@ -627,6 +626,16 @@ def _base_revision(recipe: DraftRecipe, draft: DraftKind[DraftConfig]) -> str | 
     return recipe.revision if draft.base == recipe.target else None
 
 
+def _merge_options(recipe: DraftRecipe, draft: DraftKind[DraftConfig]) -> MergeOptions:
+    return MergeOptions(
+        recipe=dump_recipe(recipe),
+        into=merge_into(recipe.merge),
+        revision=_base_revision(recipe, draft),
+        trust_remote_code=recipe.trust_remote_code,
+        overwrite=True,
+    )
+
+
 def save_draft(recipe: DraftRecipe, draft: DraftKind[DraftConfig], sets: ExampleSets) -> torch.Tensor | None:
     """Write adapter, merged model and the draft's own files; return the reduced vocabulary [V_d] or None.
 
@@ -638,21 +647,18 @@ def save_draft(recipe: DraftRecipe, draft: DraftKind[DraftConfig], sets: Example
         with staged_directory(run_dir / "adapter", "adapter", overwrite=True) as staging:
             save_adapter(draft.injected, staging, base=draft.base, revision=_base_revision(recipe, draft))
     if draft.folds:
-        revision = _base_revision(recipe, draft)
-        options = MergeOptions(
-            recipe=dump_recipe(recipe), into=merge_into(recipe.merge), revision=revision, overwrite=True
-        )
-        merge_checkpoint(run_dir / "adapter", draft.base, run_dir / "merged", options)
+        merge_checkpoint(run_dir / "adapter", draft.base, run_dir / "merged", _merge_options(recipe, draft))
     tokens = draft.save(sets.train)
     draft.calibrate(next(iter(sets.held_out.values())), recipe.train.eval_batch_size)
     return tokens
 
 
-def _read_back(draft: DraftKind[DraftConfig], tokens: torch.Tensor | None) -> SavedDraft:
+def _read_back(draft: DraftKind[DraftConfig], tokens: torch.Tensor | None, trusted: bool) -> SavedDraft:
     """Return the saved draft, with the merged model as read from disk."""
     merged: PreTrainedModel | None = None
     if draft.folds:
-        merged = load_model(str(draft.directory / "merged"), "AutoModelForCausalLM", dtype=draft.adapted.dtype)[0]
+        options: Attributes = {"dtype": draft.adapted.dtype, "trust_remote_code": trusted}
+        merged = load_model(str(draft.directory / "merged"), "AutoModelForCausalLM", **options)[0]
         torch.nn.Module.to(merged, draft.device)
     return SavedDraft(draft.directory, merged, tokens)
 
@@ -714,10 +720,11 @@ def _measure(
         # On the CPU: beside what was trained, a device may lack the memory for another model.
         if verifies_merge(recipe.merge):
             with Phase(COMPARING, note="loads both; skip: merge.verify=false"):
-                results.merge = verify_merge(*what)
+                results.merge = verify_merge(*what, trust_remote_code=recipe.trust_remote_code)
         if measures_latency(recipe.merge):
             with Phase(TIMING, note="loads two; skip: merge.latency=false"):
-                results.latency = merge_latency(*what, device=saved.merged.device)
+                trusted, where = recipe.trust_remote_code, saved.merged.device
+                results.latency = merge_latency(*what, trust_remote_code=trusted, device=where)
         if draft.separate:
             with Phase("scoring the merged draft"):
                 results.merged_metrics = spec.score(saved.merged)

@@ -139,9 +139,10 @@ def run_merge(
         report = merge_checkpoint(adapter, base, out, options)
     if not (verify if verify is not None else recipe is not None and _can_compare(report, options)):
         return MergeResult(report, None)
-    inputs = _comparison_inputs(recipe, report.base)
+    inputs = _comparison_inputs(recipe, report, options.trust_remote_code)
+    trusted: Attributes = {"lora_alpha": options.lora_alpha, "trust_remote_code": options.trust_remote_code}
     with Phase(COMPARING, note="loads both; --no-verify skips it"):
-        check = verify_merge(adapter, report.base, out, inputs, lora_alpha=options.lora_alpha, device=place)
+        check = verify_merge(adapter, report.base, out, inputs, **trusted, device=place)
     return MergeResult(report, check)
 
 
@@ -172,7 +173,7 @@ def _recipe_near(adapter: Path) -> Path | None:
     return next((place / "recipe.yaml" for place in places if (place / "recipe.yaml").exists()), None)
 
 
-def _comparison_inputs(recipe: Path | None, base: str) -> list[dict[str, Tensor]]:
+def _comparison_inputs(recipe: Path | None, report: MergeReport, trust_remote_code: bool) -> list[dict[str, Tensor]]:
     """Return what a run has stored for this, the first evaluation examples of a recipe's data, or four sentences."""
     from peftlab.models.load import load_tokenizer
     from peftlab.recipe.load import load_recipe
@@ -185,7 +186,7 @@ def _comparison_inputs(recipe: Path | None, base: str) -> list[dict[str, Tensor]
         from peftlab.pipelines.preview import example_inputs
 
         return [example_inputs(loaded, EXAMPLES)]
-    tokenizer = load_tokenizer(base)
+    tokenizer = load_tokenizer(report.base, revision=report.revision, trust_remote_code=trust_remote_code)
     return [dict(tokenizer(text, return_tensors="pt")) for text in SAMPLES]
 
 

@@ -117,7 +117,7 @@ def test_cat_and_full_rank_svd_are_exact(ranks, weights, experts) -> None:
         adapters.append(Adapter(config, {f"{name}A": a, f"{name}B": b}))
         total = total + weight * 3 / r * _delta(a, b, experts)
     for method in ("cat", "svd"):
-        made = combine(adapters, weights, method, rank=4)
+        made = combine(adapters, weights, method, rank=4 if method == "svd" else None)
         a, b = made.tensors.values()
         torch.testing.assert_close(_delta(a, b, experts), total, rtol=1e-4, atol=1e-4)
 
@@ -133,6 +133,10 @@ def test_refusals(tmp_path: Path) -> None:
     dora = Adapter(make_config("lora", r=2, use_dora=True), a)
     other = Adapter(make_config("bitfit"), {})
     heads = [Adapter(plain.config, a | {"classifier.weight": torch.full((2, 2), float(i))}) for i in range(2)]
+    alone = Adapter(plain.config, {"m.q.lora_A": a["m.q.lora_A"]})
+    short = Adapter(plain.config, a | {"m.q.lora_B": torch.randn(4, 1)})
+    larger = Adapter(plain.config, {"m.q.lora_A": torch.randn(2, 6), "m.q.lora_B": torch.randn(4, 2)})
+    biased = Adapter(make_config("lora", r=2, bias="all"), a)
     for adapters, weights, method, words in (
         ([plain, wide], (1, 1), "linear", "ranks differ"),
         ([plain, dora], (1, 1), "cat", "DoRA"),
@@ -140,8 +144,31 @@ def test_refusals(tmp_path: Path) -> None:
         (heads, (1, 1), "cat", "classifier.weight"),
         ([plain, plain], (1,), "cat", "as many weights"),
         ([plain, plain], (1, 1), "linera", "did you mean 'linear'"),
+        ([plain, alone], (1, 1), "cat", r"no m\.q\.lora_B"),
+        ([plain, short], (1, 1), "cat", r"a rank of 1, not 2, in m\.q\.lora_B"),
+        ([plain, larger], (1, 1), "svd", r"m\.q\.lora_A: .* different sizes, 4 × 5 and 4 × 6"),
+        ([plain, biased], (1, 1), "cat", "different bias: none and all"),
     ):
         with pytest.raises(PeftlabError, match=words):
             combine(adapters, weights, method)
     with pytest.raises(PeftlabError, match="density"):
         combine([plain], (1,), "ties", density=0)
+    with pytest.raises(PeftlabError, match="at least 1"):
+        combine([plain], (1,), "svd", rank=-1)
+    with pytest.raises(PeftlabError, match="cat has none, svd does"):
+        combine([plain], (1,), rank=4)
+
+
+def test_the_order_of_the_adapters_decides_nothing_but_the_base() -> None:
+    """The second adapter alone trains a head and is stored in fp32."""
+    config = make_config("lora", r=2)
+    headed = make_config("lora", r=2, modules_to_save=["score"])
+    half = {"m.q.lora_A": torch.randn(2, 5).bfloat16(), "m.q.lora_B": torch.randn(4, 2).bfloat16()}
+    full = {"m.q.lora_A": torch.randn(2, 5), "m.q.lora_B": torch.randn(4, 2), "score.weight": torch.ones(2, 2)}
+    both = [Adapter(config, half, base_reference="a"), Adapter(headed, full, base_reference="b")]
+    one, other = combine(both, (1, 2)), combine(both[::-1], (2, 1))
+    assert one.config.modules_to_save == other.config.modules_to_save == ["score"]
+    assert {t.dtype for t in one.tensors.values()} == {t.dtype for t in other.tensors.values()} == {torch.float32}
+    delta = [made.tensors["m.q.lora_B"] @ made.tensors["m.q.lora_A"] for made in (one, other)]
+    torch.testing.assert_close(delta[0], delta[1])
+    assert any("different base models: a, b" in note for note in one.notes)

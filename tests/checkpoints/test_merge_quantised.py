@@ -12,16 +12,17 @@ import peft
 import pytest
 import torch
 import transformers
-from models import adapt, assert_rounded_once, build, load, save_base, weight_files
+from models import adapt, assert_rounded_once, build, load, save_base, stir, weight_files
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from peftlab.checkpoints.adapter import Adapter, read_adapter
+from peftlab.checkpoints.adapter import Adapter, load_model, read_adapter, save_adapter
 from peftlab.checkpoints.combine import combine
 from peftlab.checkpoints.merge import merge_checkpoint, unmerge_checkpoint
 from peftlab.checkpoints.merge_plan import MergeOptions
 from peftlab.checkpoints.quantised import compress, decompress, nf4_values
 from peftlab.errors import PeftlabError
+from peftlab.methods.inject import inject, make_config
 from peftlab.models.load import describe
 from peftlab.models.quantised import BaseFormat, dequantised
 
@@ -228,6 +229,20 @@ def test_adapters_of_several_formats_are_added_to_the_original(tmp_path: Path) -
     assert report.into is None and any("stored in different ways" in note for note in report.notes)
 
 
+def test_an_adapter_of_an_adapter_is_added_to_what_it_was_trained_on(tmp_path: Path) -> None:
+    """Loading a base that is an adapter folds it into plain weights, though that was trained beside 4 bits."""
+    base = save_base(build("llama", **SIZES), tmp_path / "base")
+    inject(live := quantised(base, 4, torch.float32, double=False), make_config("lora", target_modules=["q_proj"]))
+    stir(live)
+    inner = save_adapter(live, tmp_path / "inner", base=str(base))
+    model, _ = load_model(str(inner), "AutoModelForCausalLM")
+    adapter = adapt(model, tmp_path / "outer", target_modules=["v_proj"])
+    report = merge_checkpoint(adapter, str(inner), tmp_path / "merged")
+    assert report.into is None and any("folded into its own base model" in note for note in report.notes)
+    got = load(transformers.AutoModelForCausalLM, tmp_path / "merged")(IDS).logits
+    torch.testing.assert_close(got, model(IDS).logits, rtol=1e-4, atol=1e-4)
+
+
 def test_a_merge_needs_memory_for_a_few_tensors(tmp_path: Path) -> None:
     """Measured in children, whose highest memory counts from their start; the weights are 45 MiB, the largest 0.5."""
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 20, "num_attention_heads": 4}
@@ -279,8 +294,13 @@ def test_a_quantised_base_keeps_what_its_class_does_not_read(tmp_path: Path) -> 
     with safe_open(file, "pt") as opened:
         metadata = opened.metadata()
     save_file(load_file(file) | extra, file, metadata=metadata)
+    (tmp_path / "base" / "README.md").write_text("---\nlicense: apache-2.0\n---\n")
+    for name in ("LICENSE", "preprocessor_config.json"):
+        (tmp_path / "base" / name).write_text("{}")
     adapter = adapt(build("llama", **SIZES), tmp_path / "adapter")
     report = merge_checkpoint(adapter, tmp_path / "base", tmp_path / "merged")
+    assert {"LICENSE", "preprocessor_config.json"} <= {file.name for file in (tmp_path / "merged").iterdir()}
+    assert "license: apache-2.0" in (tmp_path / "merged" / "README.md").read_text().replace('"', "")
     merged: dict[str, torch.Tensor] = {}
     for part in (tmp_path / "merged").glob("*.safetensors"):
         merged |= load_file(part)

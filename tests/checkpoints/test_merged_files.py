@@ -182,6 +182,15 @@ def test_unmerging_on_disk(tmp_path: Path) -> None:
         unmerge_checkpoint(base, tmp_path / "no")
 
 
+def test_unmerging_experts_that_are_stored_one_by_one(tmp_path: Path) -> None:
+    base = save_base(build("mixtral"), tmp_path / "base")
+    model = load(type(build("mixtral")), base)
+    adapter = adapt(model, tmp_path / "adapter", method="lora", target_parameters=["experts.down_proj"])
+    merge_checkpoint(adapter, base, tmp_path / "merged")
+    unmerge_checkpoint(tmp_path / "merged", tmp_path / "back")
+    assert weight_files(tmp_path / "back") == weight_files(base)
+
+
 def test_a_full_disk_and_a_base_with_files_of_its_owners(tmp_path: Path) -> None:
     """The error names the output; a file of a name that peftlab never writes is copied, and never removed again."""
     base = save_base(build("llama").to(torch.bfloat16), tmp_path / "base")
