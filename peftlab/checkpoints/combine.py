@@ -60,8 +60,8 @@ def combine(
         density: in (0, 1]. seed: of the random choice.
 
     Raises:
-        PeftlabError: another method than LoRA, DoRA, ranks or sizes that differ, whole tensors that differ, an A without
-            its B, or ``rank`` with another method than ``svd``.
+        PeftlabError: another method than LoRA, DoRA, ranks or sizes that differ, whole tensors that differ, an A
+            without its B, or ``rank`` with another method than ``svd``.
     """
     methods = get_args(Combination)
     if method not in methods:

@@ -325,9 +325,7 @@ class Steps:
 
         return Job(reads, convert, self.outputs, nbytes)
 
-    def _changed(
-        self, target: Target, name: str, base: Tensor | None, keys: tuple[str, ...] = ()
-    ) -> dict[str, Tensor]:
+    def _changed(self, target: Target, name: str, base: Tensor | None, keys: tuple[str, ...] = ()) -> dict[str, Tensor]:
         """Return a parameter's merged value, for fp8 with its scales, by key; record its figures.
 
         Args:

@@ -7,7 +7,6 @@ drafted; ``draft_chain`` is the loop of every draft that computes one token afte
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -41,6 +40,7 @@ from peftlab.decoding.sampling import (
     argmax,
     fork_generators,
 )
+from peftlab.decoding.table import MOST_DRAFTED
 from peftlab.errors import PeftlabError
 from peftlab.models.image_tokens import LIMIT, text_id
 
@@ -83,7 +83,7 @@ class Fixed(Policy):
     """A policy that drafts γ tokens in every step.
 
     Raises:
-        PeftlabError: γ < 1.
+        PeftlabError: γ is outside 1..64.
     """
 
     gamma: int
@@ -91,6 +91,8 @@ class Fixed(Policy):
     def __post_init__(self) -> None:
         if self.gamma < 1:
             raise PeftlabError(f"gamma: {self.gamma} drafts nothing; give 1 or more, or leave the draft out")
+        if self.gamma > MOST_DRAFTED:
+            raise PeftlabError(f"gamma: {self.gamma}; a step drafts at most {MOST_DRAFTED} tokens")
 
     def budget(self, batch: int) -> int:
         return self.gamma
@@ -436,7 +438,6 @@ def decode(
     sampling: Sampling | None = None,
     on_tokens: OnTokens | None = None,
     observe: Observe | None = None,
-    group: bool = False,
     lossy: LossyRule | None = None,
     verifier: Verifier = TRAVERSAL,
     pool: int | None = None,
@@ -454,8 +455,6 @@ def decode(
         policy: makes each sequence its draft length policy. sampling: default greedy.
         on_tokens: called with a prompt's number and its new tokens after every step.
         observe: called with the rows of a step and its verification, before the new tokens are appended to the rows.
-        group: take in each step only the largest set of rows of equal length, which need no scatter and no mask of
-            their own (EXSPEC, arXiv 2510.22876); the others wait for a later step.
         lossy: accepts drafted tokens in place of exact verification; the output is then not the target's own.
         verifier: of sampled drafts; the output's law is the same by any.
         pool: sequences decoded together; the next prompt begins as soon as one of them ends. None: all.
@@ -486,7 +485,7 @@ def decode(
         how = (target, drafter, stopping, sampling)
         batch = _Batch(*how, rows[:size], rows[size:], results, on_tokens, observe, lossy, verifier)
         while batch.rows:
-            batch.step(_largest_equal_group(batch.rows) if group else batch.rows)
+            batch.step()
     return results
 
 
@@ -517,17 +516,6 @@ def _remaining_tokens(target: Engine, row: Row, stopping: StoppingCriteria) -> i
     return room if target.limit is None else min(room, target.limit - len(row.tokens))
 
 
-def _largest_equal_group(rows: list[Row]) -> list[Row]:
-    """Return the largest set of rows of equal length; of sets of one size, the one with the shortest rows."""
-    by_length: dict[int, list[Row]] = defaultdict(list)
-    for row in rows:
-        by_length[len(row.tokens)].append(row)
-    return max(by_length.values(), key=lambda group: (len(group), -len(group[0].tokens)))
-
-
-_SPARE_SLOTS = 64  # slots past the longest sequence, for drafted tokens that will be rejected
-
-
 @dataclass
 class _Batch:
     """The sequences that are being decoded together, their cache, and those that wait for a slot.
@@ -556,7 +544,7 @@ class _Batch:
         every = [*self.rows, *self.waiting]
         self._seeds = {row.index: row.generator for row in every}
         longest = max(len(row.tokens) + _remaining_tokens(self.target, row, self.stopping) for row in every)
-        self.cache = empty_cache(self.target, longest + _SPARE_SLOTS, [row.source for row in self.rows])
+        self.cache = empty_cache(self.target, longest + MOST_DRAFTED, [row.source for row in self.rows])
         state = self._read(self.rows)
         if self.drafter is not None:
             self.drafter.start(self.rows, state)
@@ -567,8 +555,9 @@ class _Batch:
         read = prefill(self.target, self.cache, texts, [row.slot for row in rows])
         return TargetState(self.cache, read.hidden, self.target.vocab_size, self.sampling, read.features)
 
-    def step(self, rows: list[Row]) -> None:
-        """Draft for some of the rows, verify the drafts, and append the emitted tokens."""
+    def step(self) -> None:
+        """Draft for all rows, verify the drafts, and append the emitted tokens."""
+        rows = self.rows
         for row, generator in zip(rows, self._generators(rows), strict=True):
             row.generator = generator
         verified = self._verify(rows, self._propose(rows))
@@ -597,7 +586,7 @@ class _Batch:
         if self.drafter is not None:
             rooms = [_remaining_tokens(self.target, row, self.stopping) - 1 for row in rows]
             policy_budgets = [row.policy.budget(len(rows)) for row in rows]
-            budgets = [max(0, min(*both, _SPARE_SLOTS)) for both in zip(policy_budgets, rooms, strict=True)]
+            budgets = [max(0, min(*both, MOST_DRAFTED)) for both in zip(policy_budgets, rooms, strict=True)]
             if any(budgets):
                 return self.drafter.propose(rows, budgets)
         return Proposal.empty(len(rows), self.target.device)

@@ -9,6 +9,7 @@ from functools import partial
 from torch import Tensor
 
 from peftlab.decoding.decode import Fixed, Policy, PolicyFactory, PolicyInputs, StepTimes
+from peftlab.decoding.table import MOST_DRAFTED
 from peftlab.decoding.theory import best_goodput_gamma
 from peftlab.errors import PeftlabError
 
@@ -30,11 +31,11 @@ class Confidence(Fixed):
 
 @dataclass
 class Heuristic(Fixed):
-    """A policy that starts at γ: 2 more after a step in which all were accepted, 1 fewer (at least 1) after others."""
+    """A policy that starts at γ: 2 more after a step in which all were accepted, 1 fewer after others, from 1 to 64."""
 
     def update(self, drafted: int, accepted: int) -> None:
         if drafted:
-            self.gamma = self.gamma + 2 if accepted == drafted else max(1, self.gamma - 1)
+            self.gamma = min(self.gamma + 2, MOST_DRAFTED) if accepted == drafted else max(1, self.gamma - 1)
 
 
 @dataclass
@@ -86,7 +87,7 @@ class Goodput(Policy):
     _accepted: float = field(default=0.0, init=False)
 
     def __post_init__(self) -> None:
-        Fixed(self.longest)  # refuses a number below 1
+        Fixed(self.longest)  # refuses a number outside 1..64
 
     @property
     def alpha(self) -> float:

@@ -117,7 +117,11 @@ def _numbers(*readers: Callable[[str], float]) -> Callable[[str], tuple[float, .
 
 
 _FROM_0 = _number(int, lambda n: n >= 0)
+MOST_DRAFTED = 64
+"""Tokens that a step drafts at most: caches have as many slots past the longest sequence for those it rejects."""
+
 _FROM_1 = _number(int, lambda n: n >= 1)
+_DRAFTED = _number(int, lambda n: 1 <= n <= MOST_DRAFTED)
 _FROM_2 = _number(int, lambda n: n >= 2)
 _FROM_0_TO_1 = _number(float, lambda x: 0 <= x <= 1)
 _BETWEEN_0_AND_1 = _number(float, lambda x: 0 < x < 1)
@@ -130,7 +134,9 @@ DRAWN, HEAD, TIMES = "probabilities", "acceptance head", "step times"
 
 POLICIES: dict[str, Rule] = {
     "fixed": Rule(
-        "peftlab.decoding.decode:fixed", "N tokens (default: gamma)", Argument("N", "a whole number from 1", _FROM_1)
+        "peftlab.decoding.decode:fixed",
+        "N tokens (default: gamma)",
+        Argument("N", f"a whole number from 1 to {MOST_DRAFTED}", _DRAFTED),
     ),
     "confidence": Rule(
         f"{_POLICY}:confidence",

@@ -408,6 +408,8 @@ class PardDraft(ModelDraft):
             yield "acceptance_head", "reads the states of a model that drafts token by token; pard does not"
         if recipe.policy.row.needs:
             yield "policy", f"{recipe.policy.text}: needs a draft that draws token by token; pard writes all at once"
+        if recipe.draft_window is not None:
+            yield "draft_window", "limits a draft that draws token by token; pard writes all at once"
         if recipe.merge is False:
             yield "merge", "a pard draft is its merged weights, which name the mask; remove merge: false"
 
@@ -546,6 +548,8 @@ class EarlyExitDraft(DraftConfig):
         if self.curriculum == "rotational" and self.every > len(self.exits):
             yield "draft.every", f"{self.every} of {len(self.exits)} exits: some steps would train none"
         yield from self.needs_pair(recipe, "an early exit trains", "there is none with an early exit")
+        if recipe.draft_window is not None:
+            yield "draft_window", "limits the cache of a draft; an early exit drafts in the target's"
 
     @classmethod
     def costs(cls, target: TargetWeights) -> list[DraftCost]:
@@ -719,6 +723,11 @@ class Eagle3Draft(UnrolledConfig):
             raise ValueError("norm_before_fc and fc_norm exclude each other")
         return self
 
+    def problems(self, recipe: RecipeKeys) -> Iterator[tuple[str, str]]:
+        yield from super().problems(recipe)
+        if recipe.draft_window is not None and self.image_tokens is not None:
+            yield "draft_window", "does not go with draft.image_tokens, which counts other places; remove one of them"
+
     @classmethod
     def costs(cls, target: TargetWeights) -> list[DraftCost]:
         """Return what a layer over [embedding; feature] costs: q, k and v twice as wide, and a reduced head.
@@ -878,6 +887,8 @@ class DflashDraft(StateConfig):
 
     def problems(self, recipe: RecipeKeys) -> Iterator[tuple[str, str]]:
         yield from super().problems(recipe)
+        if recipe.draft_window is not None:
+            yield "draft_window", "limits a draft that draws token by token; a block is drafted at once (draft.window)"
         if self.confidence and self.markov is None:
             yield "draft.confidence", "is a part of DSpark; give markov a rank, such as 64"
         if recipe.gamma > self.drafted:

@@ -26,7 +26,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from peftlab.drafting.config import DraftData
 from peftlab.drafting.target import frozen_hidden, head_weight
-from peftlab.drafting.text import WritingSettings, digest, weights_digest
+from peftlab.drafting.text import WritingSettings, digest, model_digest
 from peftlab.errors import PeftlabError, did_you_mean, reason
 from peftlab.files import LOCK, Json, locked, parse_json, read_text, typed_value, write_errors, write_json
 from peftlab.progress import counted
@@ -81,7 +81,8 @@ class Server:
     """A client of the server of ``data.endpoint``.
 
     Raises:
-        PeftlabError: the environment does not have the key that ``data.endpoint_key`` names.
+        PeftlabError: the address is no URL; the environment does not have the key that ``data.endpoint_key`` names, or
+            names a proxy that cannot be used.
     """
 
     def __init__(self, data: DraftData) -> None:
@@ -93,7 +94,13 @@ class Server:
             headers["Authorization"] = f"Bearer {self._key}"
         # Redirects are not followed (the default): the key would be sent to wherever they lead.
         limits = httpx2.Limits(max_connections=None)  # data.concurrency limits them
-        self._client = httpx2.Client(headers=headers, timeout=_TIMEOUT, limits=limits)
+        try:
+            httpx2.URL(self.url)
+            self._client = httpx2.Client(headers=headers, timeout=_TIMEOUT, limits=limits)
+        except httpx2.InvalidURL as error:
+            raise PeftlabError(f"data.endpoint: {self.url} is no URL ({reason(error)})") from None
+        except (ImportError, ValueError) as error:
+            raise PeftlabError(f"data.endpoint: the environment's proxy cannot be used ({reason(error)})") from None
 
     def ask(
         self,
@@ -298,12 +305,14 @@ class Reply:
     Attributes:
         text: without special tokens. finish: why it ends: "stop", "length" or another reason.
         end: id of the token that ended it, where the server says so. prompt_tokens: those that it read, where it does.
+        thought: whether the model wrote more than the text, a chain of thought that the server returned apart from it.
     """
 
     text: str
     finish: str
     end: int | None
     prompt_tokens: int | None
+    thought: bool = False
 
 
 @dataclass(frozen=True)
@@ -363,9 +372,11 @@ def read_reply(value: dict[str, Json]) -> Reply:
     choice = next(iter(typed_value(value, "choices", list, where)), None)
     if not isinstance(choice, dict):
         raise PeftlabError(f"{where}: no choice in it")
+    thought = False
     if "message" in choice:
         message = typed_value(choice, "message", dict, where)
         text = typed_value(message, "content", str, where) if message.get("content") is not None else ""
+        thought = any(message.get(key) for key in ("reasoning_content", "reasoning"))
     else:
         text = typed_value(choice, "text", str, where)
     usage, end = value.get("usage"), choice.get("stop_reason")
@@ -375,6 +386,7 @@ def read_reply(value: dict[str, Json]) -> Reply:
         finish=str(choice.get("finish_reason")),
         end=end if isinstance(end, int) else None,
         prompt_tokens=read if isinstance(read, int) else None,
+        thought=thought,
     )
 
 
@@ -464,6 +476,8 @@ _OTHER_PROMPT = "the server read another number of prompt tokens"
 
 _NO_FORM = "the prompt cannot be sent to this server"
 
+_THOUGHT = "the server keeps its reasoning apart (start it without a reasoning parser)"
+
 _NOT_BACK = "the text does not decode back"
 
 
@@ -540,7 +554,7 @@ def served_continuations(
 def _digest(model: str, target: Target, prompts: Sequence[ServedPrompt], writing: WritingSettings) -> str:
     """Return a digest of what determines the text, weights included, as a server may keep its id for new ones."""
     ids = [prompt.ids for prompt in prompts]
-    return digest([model, weights_digest(target.model), _settings(writing), sorted(target.eos), ids])
+    return digest([model, model_digest(target.model), _settings(writing), sorted(target.eos), ids])
 
 
 def _settings(writing: WritingSettings) -> dict[str, float | None]:
@@ -655,6 +669,8 @@ def _answer(target: Target, prompt: Sequence[int], most: int, form: RequestForm,
     ids, dropped = None, None
     if read_another_prompt(reply, prompt):
         dropped = _OTHER_PROMPT
+    elif reply.thought:
+        dropped = _THOUGHT
     elif reply.finish not in ("stop", "length"):
         dropped = f"it ends with {reply.finish!r}"
     else:

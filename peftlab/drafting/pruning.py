@@ -23,7 +23,7 @@ from peftlab.checkpoints.tensors import read_tensors, write_tensors
 from peftlab.drafting.config import Pruning, Truncation
 from peftlab.drafting.objectives import Objective, PairLoss
 from peftlab.drafting.target import layer_stack, truncate
-from peftlab.drafting.text import Collate, digest, weights_digest, write_missing
+from peftlab.drafting.text import Collate, digest, model_digest, write_missing
 from peftlab.errors import PeftlabError
 from peftlab.files import Json, replacing
 from peftlab.progress import counted
@@ -87,8 +87,8 @@ class Search:
         objective = asdict(self.objective) | {"settings": dict(self.objective.settings)}
         known = [type(settings).__name__, settings.as_json(), objective, self.batch_size, self.seed]
         text = [
-            weights_digest(self.source),
-            weights_digest(self.target),
+            model_digest(self.source),
+            model_digest(self.target),
             [*self.train["input_ids"]],
             [*self.train["prompt"]],
         ]

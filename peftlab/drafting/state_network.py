@@ -58,7 +58,7 @@ from peftlab.drafting.target import (
     input_embedding,
     unwrapped,
 )
-from peftlab.drafting.text import continuation_mask, digest, weights_digest
+from peftlab.drafting.text import continuation_mask, digest, model_digest
 from peftlab.errors import PeftlabError
 from peftlab.files import LOCK, Json, locked, replacing, staged_directory, typed_value
 from peftlab.methods.base import trainable_dtype
@@ -604,7 +604,7 @@ def store_states(model: TargetWithNetwork, texts: Sequence[Sequence[int]], cache
     """
     named = {digest(text): tuple(text) for text in texts}
     features = model.network.features
-    directory = cache / f"states-{digest([weights_digest(model.trunk), features])[:16]}"
+    directory = cache / f"states-{digest([model_digest(model.trunk), features])[:16]}"
 
     def find() -> dict[str, Tensor]:
         files = sorted(directory.glob("part-*.safetensors"))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 from datasets import Dataset
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -232,14 +232,14 @@ def check_room(lengths: Sequence[int], limit: int | None, what: str) -> None:
         )
 
 
-def fingerprint(target: nn.Module, writing: WritingSettings, eos: frozenset[int]) -> str:
-    """Return a digest of all that determines a continuation, besides the prompts of its part: weights and settings.
+def fingerprint(target: PreTrainedModel, writing: WritingSettings, eos: frozenset[int]) -> str:
+    """Return a digest of all that determines a continuation, besides the prompts of its part: model and settings.
 
     Args:
-        target: gives the weights. writing: how it writes. eos: ids that end a continuation.
+        target: the model. writing: how it writes. eos: ids that end a continuation.
     """
     settings = {k: v for k, v in asdict(writing).items() if v is not None}
-    return digest([weights_digest(target), settings, sorted(eos)])
+    return digest([model_digest(target), settings, sorted(eos)])
 
 
 def digest(value: object) -> str:
@@ -247,13 +247,18 @@ def digest(value: object) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
-@torch.no_grad()
-def weights_digest(model: nn.Module) -> str:
-    """Return a digest of a model's weights: names, shapes, dtypes and up to 1,024 evenly spaced elements per tensor.
+_NOT_COMPUTED = ("_name_or_path", "architectures", "dtype", "transformers_version", "use_cache", "quantization_config")
 
-    The state dict has the scales of weights in 8 and 4 bits too, without which their codes say little.
+
+@torch.no_grad()
+def model_digest(model: PreTrainedModel) -> str:
+    """Return a digest of what a model computes: its configuration (as of rotations and norms) and its weights.
+
+    Of the weights: names, shapes, dtypes and up to 1,024 evenly spaced elements per tensor. The state dict has the
+    scales of weights in 8 and 4 bits too, without which their codes say little.
     """
-    running = hashlib.sha256()
+    settings = {k: v for k, v in json.loads(model.config.to_json_string()).items() if k not in _NOT_COMPUTED}
+    running = hashlib.sha256(digest(settings).encode())
     for name, tensor in model.state_dict().items():
         flat = tensor.detach().reshape(-1)
         some = flat[:: max(1, flat.numel() // _SAMPLED)][:_SAMPLED].float().cpu().contiguous()
@@ -269,7 +274,7 @@ _TOP_K_PART = 32  # requests per file
 def stored_topk(target: PreTrainedModel, requests: Sequence[Request], k: int, cache: Path) -> list[TopK]:
     """Return the target's top-k distribution at every token of each response, [response, k] per request.
 
-    Part files that are in ``cache`` (under a digest of weights, text and k) are read, the others are computed and
+    Part files that are in ``cache`` (under a digest of model, text and k) are read, the others are computed and
     written, each once and whole.
 
     Args:
@@ -281,7 +286,7 @@ def stored_topk(target: PreTrainedModel, requests: Sequence[Request], k: int, ca
     """
     if not 1 <= k <= len(head_weight(target)):
         raise PeftlabError(f"data.top_k: {k} is outside 1..{len(head_weight(target))}, the vocabulary")
-    directory = cache / f"top{k}-{digest([weights_digest(target), k, [[r.prompt, r.response] for r in requests]])[:16]}"
+    directory = cache / f"top{k}-{digest([model_digest(target), k, [[r.prompt, r.response] for r in requests]])[:16]}"
     parts = {
         directory / f"part-{start // _TOP_K_PART:06d}.safetensors": requests[start : start + _TOP_K_PART]
         for start in range(0, len(requests), _TOP_K_PART)

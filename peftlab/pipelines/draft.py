@@ -48,9 +48,9 @@ from peftlab.drafting.text import (
     WritingSettings,
     check_room,
     make_dataset,
+    model_digest,
     repetition,
     stored_topk,
-    weights_digest,
     write_continuations,
 )
 from peftlab.environment import Cpu
@@ -277,7 +277,7 @@ def _run(recipe: DraftRecipe, directory: Claim, resume: bool, device: str) -> Dr
         draft.load(load_target(recipe, text, accelerator.device))
     if recipe.method is not None:
         check_method(draft.injected, recipe.method)
-    digest = weights_digest(draft.target)
+    digest = model_digest(draft.target)
     targets = [draft.target, *draft.others]
     sets = make_sets(recipe, text, targets, draft.eos, draft.cache, accelerator.main_process_first())
     if sets.served is not None:

@@ -37,7 +37,7 @@ from peftlab.drafting.live import (
 )
 from peftlab.drafting.table import DRAFTS
 from peftlab.drafting.target import check_method, end_ids
-from peftlab.drafting.text import make_dataset, weights_digest
+from peftlab.drafting.text import make_dataset, model_digest
 from peftlab.errors import PeftlabError
 from peftlab.files import Json, claimed, read_object, staged_directory, to_json, write_json, write_text
 from peftlab.methods.inject import inject
@@ -284,7 +284,7 @@ class _Live:
     def settings(self) -> dict[str, Json]:
         """Return the settings on which the stream depends, by their names in messages."""
         requests = hashlib.sha256(json.dumps(self.text.prompts).encode()).hexdigest()
-        target = weights_digest(self.target)
+        target = model_digest(self.target)
         recipe = dump_recipe(self.recipe)
         return {"requests": requests, "target": target, "recipe": recipe, "every": self.every, "size": self.size}
 

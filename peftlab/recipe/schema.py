@@ -9,7 +9,7 @@ from pydantic import Field, ValidationError, ValidationInfo, field_validator, mo
 from pydantic.config import JsonDict
 from pydantic_core import PydanticCustomError
 
-from peftlab.decoding.table import HEAD, POLICIES, policy, rule_help, window
+from peftlab.decoding.table import HEAD, MOST_DRAFTED, POLICIES, policy, rule_help, window
 from peftlab.drafting.config import DraftConfig, DraftData, DraftObjective, RecipeKeys
 from peftlab.drafting.table import DRAFTS
 from peftlab.errors import PeftlabError
@@ -248,7 +248,9 @@ class DraftRecipe(Section):
         description="Also fit a head that predicts whether a drafted token will be accepted, to stop drafting in time "
         "(SpecDec++): acceptance_head.safetensors in the run directory.",
     )
-    gamma: int = Field(default=4, ge=1, description="Drafted tokens per step when block efficiency is measured.")
+    gamma: int = Field(
+        default=4, ge=1, le=MOST_DRAFTED, description="Drafted tokens per step when block efficiency is measured."
+    )
     policy: str = Field(
         default="fixed", description=f"How the draft length is chosen then, at most gamma: {rule_help(POLICIES)}."
     )
@@ -410,7 +412,9 @@ class DraftTableRecipe(Section):
     data: DraftData = Field(description="The text the drafts learn from: written once, for all cells that share it.")
     train: TrainConfig = Field(default=TrainConfig(), description="How the loop runs.")
     acceptance_head: bool = Field(default=False, description="As in kind: draft.")
-    gamma: int = Field(default=4, ge=1, description="Drafted tokens per step when block efficiency is measured.")
+    gamma: int = Field(
+        default=4, ge=1, le=MOST_DRAFTED, description="Drafted tokens per step when block efficiency is measured."
+    )
     policy: str = Field(default="fixed", description="How the draft length is chosen then, as in kind: draft.")
     draft_window: str | None = Field(default=None, description="What the draft sees then, as in kind: draft.")
     merge: bool | MergeConfig | None = Field(

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 import peftlab
 from peftlab.checkpoints.adapter import load_model
 from peftlab.cli.app import app
-from peftlab.drafting.text import weights_digest
+from peftlab.drafting.text import model_digest
 from peftlab.errors import PeftlabError
 from peftlab.models.config import BaseConfig, find_model
 from peftlab.models.load import load_config, load_tokenizer
@@ -72,7 +72,7 @@ def test_a_run_is_the_target_of_a_draft_recipe(run: Path, unmerged: Path, merged
     target, out = run if merged else unmerged, tmp_path / "draft"
     command("run", "draft/ci", f"target={target}", *DRAFT, f"output_dir={out}")
     origin = json.loads((out / "provenance.json").read_text())["target"]
-    digest = weights_digest(AutoModelForCausalLM.from_pretrained(run / "merged"))
+    digest = model_digest(AutoModelForCausalLM.from_pretrained(run / "merged"))
     assert origin == {"reference": str(target), "weights": digest}
     bench = tmp_path / "bench.json"
     (tmp_path / "prompts.txt").write_text("Tom saw a dog.\n")

@@ -226,12 +226,6 @@ def test_every_kernel(stories_model, engines, uneven_prompts, expected, name, wa
     assert tokens(run(engines[way], uneven_prompts, 3, drafter, 5)) == expected
 
 
-@pytest.mark.parametrize("name", ["first layers", "early exit", "lookup", "recycling", "medusa tree"])
-def test_groups_of_equal_length(stories_model, engines, uneven_prompts, expected, name):
-    drafter = DRAFTERS[name](stories_model, WAYS["flat"])
-    assert tokens(run(engines["flat"], uneven_prompts, 8, drafter, 3, group=True)) == expected
-
-
 @pytest.mark.parametrize(
     "policy",
     [

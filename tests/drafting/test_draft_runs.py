@@ -356,6 +356,13 @@ class TestRefused:
                 ["draft_window=4:64", "method=null", "draft={kind: medusa}"],
                 "limits the cache of a draft; heads have none",
             ),
+            (["draft_window=4:64", "draft={kind: early_exit, exits: [2]}"], "an early exit drafts in the target's"),
+            (["draft_window=4:64", "method=null", "draft={kind: dflash}"], "a block is drafted at once"),
+            (
+                ["draft_window=4:64", "method=null", "draft={kind: eagle3, image_tokens: 0}"],
+                "does not go with draft.image_tokens",
+            ),
+            (["gamma=65"], "gamma: expected whole number from 1 to 64, got 65"),
             (["policy=goodput", "method=null", "draft={kind: eagle3}"], "needs the time of a draft step"),
             (["data.samples=4", "data.temperature=0"], "greedy continuations are all the same"),
             (["method={name: lora, target_modules: [lm_head]}"], "cannot be trained as part of a draft"),

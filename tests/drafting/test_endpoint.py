@@ -19,6 +19,7 @@ from peftlab.drafting.config import DraftData
 from peftlab.drafting.endpoint import (
     RateLimiter,
     ServedPrompt,
+    Server,
     Target,
     most_probable,
     served_continuations,
@@ -30,7 +31,7 @@ from peftlab.errors import PeftlabError
 from peftlab.pipelines.draft import with_served_model
 from peftlab.recipe.load import load_recipe, read_source
 from peftlab.recipe.schema import DraftRecipe
-from peftlab.tasks.conversations import chat_ids
+from peftlab.tasks.conversations import Message, chat_ids
 from peftlab.tasks.prompts import Request, read_conversations, read_prompt_ids
 from tests.byte_tokens import byte_tokenizer
 from tests.command_line import invoke
@@ -239,9 +240,16 @@ class TestNetwork:
             served_model(data("http://127.0.0.1:9/v1", None))
         with told_server(lambda request, _: Said({})) as (url, _):
             assert served_model(data(url, None)) == "told"
+        with pytest.raises(PeftlabError, match=r"data\.endpoint: .* is no URL"):
+            Server(data("http://1.2.3.400/v1"))
         none = pytest.raises(PeftlabError, match=r"data\.endpoint_model: missing; .* lists no model")
         with told_server(lambda request, _: Said({}), models=()) as (url, _), none:
             served_model(data(url, None))
+
+    def test_a_proxy_of_another_kind(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("ALL_PROXY", "gopher://127.0.0.1:9")
+        with pytest.raises(PeftlabError, match=r"data\.endpoint: the environment's proxy cannot be used .*gopher"):
+            Server(data("http://127.0.0.1:9/v1"))
 
     @pytest.mark.parametrize(
         "url",
@@ -278,6 +286,23 @@ class TestAnswers:
             "it ends with 'content_filter'": 1,
         }
         assert "dropped: 1 because" in served.line()
+
+    def test_text_without_its_chain_of_thought_is_dropped(self, target: Target, tmp_path: Path) -> None:
+        """A server with a reasoning parser returns what the model wrote first in another field."""
+        message = {"role": "assistant", "content": " there", "reasoning_content": " was"}
+
+        def behave(request: Asked, _: int) -> Said:
+            if "messages" not in request.body:
+                return Said({"error": "chats only"}, 404)
+            choice = {"message": message, "finish_reason": "stop"}
+            return Said({"choices": [choice], "usage": {"prompt_tokens": len(asked[0].ids)}})
+
+        messages: list[Message] = [{"role": "user", "content": TEXTS[0]}]
+        asked = [ServedPrompt(prompts(target, TEXTS[:1])[0].ids, messages)]
+        with told_server(behave) as (url, _):
+            found, served = served_continuations(data(url), target, asked, WritingSettings(4), tmp_path)
+        reason = "the server keeps its reasoning apart (start it without a reasoning parser)"
+        assert found == [None] and served.dropped == {reason: 1}
 
     def test_another_model_setting_or_target_is_another_data_set(self, target: Target, tmp_path: Path) -> None:
         changed = Target(tiny(0, vocab=512), target.tokenizer, target.eos)

@@ -15,7 +15,15 @@ from transformers import AutoTokenizer
 
 from peftlab.drafting import text
 from peftlab.drafting.objectives import topk_targets
-from peftlab.drafting.text import Collate, WritingSettings, check_room, make_dataset, stored_topk, write_continuations
+from peftlab.drafting.text import (
+    Collate,
+    WritingSettings,
+    check_room,
+    make_dataset,
+    model_digest,
+    stored_topk,
+    write_continuations,
+)
 from peftlab.errors import PeftlabError
 from peftlab.tasks.prompts import read_prompt_ids, read_requests
 
@@ -108,6 +116,13 @@ def test_masks_cover_the_continuation_alone_even_where_padding_is_eos(sizes: lis
         assert [place + 1 for place in places] == list(range(p, p + r)), "each token of the response is predicted once"
         assert int(batch["attention_mask"][i].sum()) == p + r
     assert int(batch["weights"].sum()) == sum(rows["kept"])
+
+
+def test_a_model_of_other_rotations_computes_something_else() -> None:
+    one, other = tiny(), tiny()
+    assert model_digest(one) == model_digest(other)
+    other.config.rope_parameters["rope_theta"] = 5e5
+    assert model_digest(one) != model_digest(other)
 
 
 def test_stored_top_k_is_the_targets_own(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from peftlab.drafting.text import weights_digest
+from peftlab.drafting.text import model_digest
 from peftlab.errors import PeftlabError
 from peftlab.models.config import BaseConfig
 from peftlab.models.load import load_base
@@ -164,7 +164,7 @@ def test_text_of_a_target_is_not_taken_for_that_of_the_same_target_stored_otherw
         {"quantised": BaseConfig(dtype="nf4"), "dtype": torch.bfloat16},
     ]  # fmt: skip
     digests = [
-        [weights_digest(load_base(str(chat / "model"), "AutoModelForCausalLM", **how)[0]) for how in stored]
+        [model_digest(load_base(str(chat / "model"), "AutoModelForCausalLM", **how)[0]) for how in stored]
         for _ in range(2)
     ]
     assert digests[0] == digests[1] and len(set(digests[0])) == len(stored)
