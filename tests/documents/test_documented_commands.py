@@ -66,7 +66,7 @@ RECIPES = {
     "gsm8k": f"data.validation=4 {LONG}",
     "e2e": f"model={CHAT} method.target_modules=null {LONG} generate.metrics=[rouge_l]",
     "draft/quickstart": f"target={CHAT} data.prompts=questions.jsonl data.field=question draft.vocabulary=null {DRAFTED}",
-    "draft/gsm8k": f"draft.truncate.layers=[0,3] {DRAFTED}",
+    "draft/gsm8k": f"draft.vocabulary=null {DRAFTED}",
 }
 VERBS = {
     "generate": "--max-new-tokens 2",
