@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -201,7 +202,7 @@ class _Comparison:
 
     def run(self) -> None:
         """Compare all tensors, and factor what differs and can be factored."""
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
         head = task_head(self.model)
         for names, parameter in _named_tensors(self.model):
             self._compare(names, parameter, head)

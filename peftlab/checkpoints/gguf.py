@@ -641,6 +641,8 @@ class GgufBase:
         if reader.byte_order != "I" or not reader.tensors:
             raise PeftlabError(f"{path}: has no tensors, or its numbers in another byte order than this machine's")
         self.path, self.alignment = path, int(reader.alignment)
+        if "general.architecture" not in reader.fields:
+            raise PeftlabError(f"{path}: has no field general.architecture")
         self.architecture = str(reader.fields["general.architecture"].contents())
         self.count = int(reader.fields["GGUF.kv_count"].parts[0][0])
         end = min(tensor.field.offset for tensor in reader.tensors)
@@ -651,7 +653,6 @@ class GgufBase:
             if file_type is None
             else int(file_type.offset) - 24 + sum(int(part.nbytes) for part in file_type.parts[:-1])
         )
-        self.tokens = len(reader.fields["tokenizer.ggml.tokens"].data)
         self.tensors = {
             tensor.name: GgufTensor(
                 tensor.name,
@@ -905,19 +906,18 @@ def read_gguf(path: Path) -> dict[str, Tensor]:
     return found
 
 
-def write_model(model: PreTrainedModel, directory: Path, path: Path, wanted: str | None = None) -> list[str]:
-    """Write a model in memory and return notes on what llama.cpp computes otherwise.
+def write_model(model: PreTrainedModel, directory: Path, path: Path) -> list[str]:
+    """Write a model in memory, matrices in its own dtype, and return notes on what llama.cpp computes otherwise.
 
     Args:
         model: a decoder with its head. directory: with its tokenizer. path: the file.
-        wanted: the type of matrices, as ``plan_file`` takes it; None: the model's own dtype.
 
     Raises:
         PeftlabError: its class, its tokenizer or a parameter has no counterpart in the format.
     """
     made, values = GgufModel(model.config, type(model).__name__), dict(model.named_parameters())
     incoming = [Incoming(name, name, NAMES[value.dtype], tuple(value.shape)) for name, value in values.items()]
-    file = plan_file(made, directory, incoming, wanted, {"general.name": path.stem})
+    file = plan_file(made, directory, incoming, None, {"general.name": path.stem})
     _write_all(GgufFile(path, file.head, file.stored, file.incoming, made), values | file.extra)
     return made.notes
 

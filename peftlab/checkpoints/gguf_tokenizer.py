@@ -254,6 +254,8 @@ def _read(directory: Path) -> _Tokenizer | None:
     stored = settings.get("chat_template")
     template: str | dict[str, str] | None = stored if isinstance(stored, str) else None
     if isinstance(stored, list):
+        if not all(isinstance(each, dict) and each.keys() >= {"name", "template"} for each in stored):
+            return None
         template = {str(each["name"]): str(each["template"]) for each in stored if isinstance(each, dict)}
     if (written := directory / "chat_template.jinja").is_file():
         template = written.read_text(encoding="utf-8")
@@ -281,7 +283,7 @@ def _class_name(model_type: str, name: str, byte_level: bool) -> str:
 def _ends(directory: Path, eos: int | None) -> Fields:
     """Return the field of a second token that ends an answer, as chat models have in their generation_config.json."""
     file = directory / "generation_config.json"
-    named = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id") if file.is_file() else None
+    named = read_object(file).get("eos_token_id") if file.is_file() else None
     others = [index for index in named if index != eos] if isinstance(named, list) else []
     return {"tokenizer.ggml.eot_token_id": others[0]} if others else {}
 

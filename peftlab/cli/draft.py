@@ -49,7 +49,7 @@ TopP = Annotated[
     float | None,
     typer.Option("--top-p", help="Sample from the most likely tokens that have this probability together."),
 ]
-Seed = Annotated[int, typer.Option("--seed", help="Seed of sampling.")]
+Seed = Annotated[int, typer.Option("--seed", help="Seed of sampling.", min=0, max=2**32 - 1)]
 Dtype = Annotated[str, typer.Option("--dtype", help="Dtype of the target: fp32, bf16 or fp16.")]
 DraftDtype = Annotated[
     str | None,

@@ -325,7 +325,7 @@ def compare(
         make_decoder()(batches[0])
     for clock in (*models, *drafting.values()):
         clock.seconds = 0.0
-    with Watch(target.device) as watch:
+    with Watch(target.device, waits=any(make().concurrent for make in drafters.values())) as watch:
         records = _time_contenders(batches, contenders, settings.repeats, watched)
     return Comparison(target, settings, batches, records, drafting, watch.conditions(records[PLAIN].seconds))
 
@@ -333,9 +333,13 @@ def compare(
 def has_room_for_output(target: Engine, question: Question) -> bool:
     """Return whether a prompt leaves room for at least one token of output in the target's context.
 
+    An encoder-decoder target's prompt has the encoder's context for itself.
+
     Args:
         target: the model. question: the prompt.
     """
+    if target.encoder is not None:
+        return target.encoder.limit is None or len(question.ids) <= target.encoder.limit
     return target.limit is None or len(question.ids) < target.limit
 
 

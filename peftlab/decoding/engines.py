@@ -497,7 +497,7 @@ class TransformersEngine:
             raise PeftlabError(f"{name} keeps a state other than keys and values, which cannot be cropped")
         self.kind = "transformers" if masks else "transformers, its own mask"
         self.packed: tuple[str, ...] = ()
-        self.model, self.config, self.head = model, config, head
+        self.model, self.head = model, head
         self.encoder: Encoder | None = model if isinstance(model, Decoder) else None
         self.vocab_size = vocabulary or self.head.get_parameter("weight").shape[0]
         self.limit = max_positions(config)

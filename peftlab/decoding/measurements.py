@@ -73,10 +73,14 @@ class Conditions:
 
 
 class Watch:
-    """A context manager that observes the machine while its block is timed."""
+    """A context manager that observes the machine while its block is timed.
 
-    def __init__(self, device: torch.device):
-        self._waits_for_device = device.type != "cpu"
+    Args:
+        device: what is measured computes there. waits: it waits for threads of its own, whose work is no other's.
+    """
+
+    def __init__(self, device: torch.device, *, waits: bool = False):
+        self._waits = waits or device.type != "cpu"
 
     def __enter__(self) -> Watch:
         self._load = _load_average()
@@ -93,7 +97,7 @@ class Watch:
         Args:
             repeats: for each piece of work the seconds of its repeats.
         """
-        running = None if self._waits_for_device else min(1.0, self._ran / self._wall)
+        running = None if self._waits else min(1.0, self._ran / self._wall)
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         return Conditions(self._load, cores, running, relative_spread(repeats))
 

@@ -223,8 +223,6 @@ class Pair:
     masks: Masks | None = None
     corpus: SuffixAutomaton | None = None
     window: Window | None = None
-    target_parameters: int = 0
-    draft_parameters: int = 0
     warnings: tuple[str, ...] = ()
     images: ImagePrompts | None = None
 
@@ -309,7 +307,7 @@ class TargetLoader:
         return Pair(
             engine, self.tokenizer, eos_ids(model), weights, embedding,
             draft=layers.engine if layers is not None else whole, own=layers, whole=whole, heads=heads, network=network,
-            masks=masks, target_parameters=size, draft_parameters=parameters, warnings=warnings, images=self.images,
+            masks=masks, warnings=warnings, images=self.images,
         )  # fmt: skip
 
 

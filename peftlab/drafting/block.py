@@ -727,7 +727,8 @@ class DflashKind(StateKind[DflashDraft]):
         stored = {"features": list(shape.features), "layers": shape.layers, "block_size": shape.block_size}
         stored |= {"window": shape.window, "mask_token": shape.mask_token, "confidence": shape.confidence}
         stored |= {"image_tokens": shape.image_tokens}
-        if config.markov not in (None, Markov(rank=max(1, shape.markov_rank), head=shape.markov_head)):
+        trained = Markov(rank=shape.markov_rank, head=shape.markov_head) if shape.markov_rank else None
+        if config.markov not in (None, trained):
             kind = f"rank {shape.markov_rank}, {shape.markov_head}" if shape.markov_rank else "none"
             raise PeftlabError(f"draft.markov: {config.from_} was trained with {kind}; leave it out")
         for key, value in stored.items():

@@ -185,8 +185,8 @@ def selective_mask(
     """Return which tokens AdaSPEC trains on: the ``share`` with the largest L_draft - L_reference.
 
     Hu et al. 2025 (arXiv 2510.19779): the reference is the draft distilled beforehand, so a large gap marks a
-    token that can be learned and is not yet. Give the mask to ``weighted_mean`` as weights: it divides by the
-    tokens kept.
+    token that can be learned and is not yet. Give the mask to ``chunked_loss`` as weights: it divides by the tokens
+    kept.
 
     Args:
         draft_losses: [T].
@@ -209,20 +209,6 @@ def selective_mask(
     # Stable, so that the first among equals are kept and the mask is the same on every machine.
     order = gap.masked_fill(~valid, -math.inf).argsort(descending=True, stable=True)
     return torch.zeros_like(valid).scatter_(0, order[:kept], True)
-
-
-def weighted_mean(losses: Tensor, weights: Tensor | None = None) -> Tensor:
-    """Return Σ w·l / Σ w, [T] -> a scalar; 0 where no token has weight, whatever its loss.
-
-    Args:
-        losses: [T].
-        weights: [T], not negative, booleans or numbers; None weighs all tokens alike.
-    """
-    if weights is None:
-        return losses.mean()
-    weights = weights.to(losses.dtype)
-    total = torch.where(weights > 0, weights * losses, 0).sum()
-    return total / weights.sum().clamp_min(torch.finfo(losses.dtype).tiny)
 
 
 def _log_probs(target_logits: Tensor, draft_logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -286,7 +272,7 @@ def chunked_loss(
     settings: Mapping[str, float] = MappingProxyType({}),
     addend: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """Return ``weighted_mean(OBJECTIVES[objective](target, hidden @ head_weightᵀ), weights)`` in chunks.
+    """Return Σ w·l / Σ w over the tokens in chunks, with l = ``OBJECTIVES[objective](target, hidden @ head_weightᵀ)``.
 
     Logits of ``chunk`` tokens exist at a time, the target's among them (see ``chunked_sum``). The gradient flows to
     ``hidden``, ``head_weight`` and ``addend``; the target receives none.

@@ -455,6 +455,8 @@ def benchmark(
     # Load target and draft; the drafters are those of the draft, and beside it the named ones, each once.
     with Phase("loading target and draft"):
         pair = options.load(target, draft)
+    if pool and pair.target.encoder is not None:
+        raise PeftlabError(f"pool: {target} is an encoder-decoder model, which reads all prompts at once; leave it out")
     watches = attach_stopwatches(pair)
     names = [*(("draft", SUFFIX_AND_DRAFT) if pair.drafts else ()), *dict.fromkeys(names)]
     names = names if engine == OWN else ["draft"]

@@ -220,7 +220,7 @@ def _run_cell(
         reason = f"{type(error).__name__}: {error}; see {log}"
     sys.stdout.flush()
     with suppress(BrokenPipeError):  # who started it is gone
-        answering.send(reason)
+        answering.send(reason[:10_000])  # a pipe takes 64 KiB before it is read; the log has all
 
 
 def _end_with_parent() -> None:

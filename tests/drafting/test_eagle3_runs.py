@@ -228,6 +228,10 @@ def test_files_of_others_are_read(run: Path, stories: Path, tmp_path: Path) -> N
         for drafter in (None, make_drafter("draft", pair))
     )
     assert plain == drafted and not pair.warnings
+    out = tmp_path / "out"
+    peftlab("draft", "export", tmp_path, "--for", "speculators", "--out", out, "--target", stories, "--gamma", 3)
+    exported = load_file(out / "model.safetensors")
+    assert exported.keys() == {*tensors, "embed_tokens.weight"}, "by speculators' names"
 
 
 class TestTargets:

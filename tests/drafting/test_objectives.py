@@ -21,7 +21,6 @@ from peftlab.drafting.objectives import (
     topk_kl,
     topk_targets,
     tvd,
-    weighted_mean,
 )
 from peftlab.errors import PeftlabError
 
@@ -237,13 +236,3 @@ def test_selection_breaks_ties_by_position_and_counts_without_rounding_up():
     for share in (0.0, 1.1, -0.5):
         with pytest.raises(PeftlabError, match="share"):
             selective_mask(torch.ones(3), torch.ones(3), share)
-
-
-def test_the_mean_divides_by_the_weight_kept():
-    losses = torch.tensor([1.0, 2.0, 4.0, torch.inf], requires_grad=True)
-    assert weighted_mean(losses, torch.tensor([True, False, True, False])).item() == 2.5
-    assert weighted_mean(losses, torch.tensor([1.0, 2.0, 1.0, 0.0])).item() == 2.25
-    assert weighted_mean(losses, torch.zeros(4)).item() == 0
-    assert weighted_mean(losses[:3]).item() == pytest.approx(7 / 3)
-    weighted_mean(losses, torch.tensor([1.0, 0.0, 3.0, 0.0])).backward()
-    assert losses.grad.tolist() == [0.25, 0, 0.75, 0]

@@ -355,17 +355,6 @@ def spread(b: Tensor, rows: Tensor, sizes: tuple[int, ...], out: int) -> Tensor:
     return b.new_zeros(out, blocks.shape[1]).index_copy(0, rows, blocks)
 
 
-def gather(dense: Tensor, rows: Tensor, sizes: tuple[int, ...]) -> Tensor:
-    """Return the parts' rows (Σ sizes, r) of a dense B: the inverse of ``spread``.
-
-    Args:
-        dense: (out, parts·r). rows, sizes: as in ``spread``.
-    """
-    r = dense.shape[1] // len(sizes)
-    blocks = dense[rows].split(list(sizes))
-    return torch.cat([block[:, i * r : (i + 1) * r] for i, block in enumerate(blocks)])
-
-
 def _by_channel(values: Tensor, like: Tensor) -> Tensor:
     """Return values of the output channels in the shape that broadcasts to ``like``, (..., out, length, ...)."""
     return values.view(-1, *[1] * (like.ndim - 2))
