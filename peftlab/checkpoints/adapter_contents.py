@@ -555,13 +555,17 @@ def fit_to_base(contents: AdapterContents, base: str) -> AdapterFit:
 
     Args:
         contents: the adapter.
-        base: reference of the base model.
+        base: reference of the base model; of one on the hub that the adapter names, in the revision that it names.
 
     Raises:
         PeftlabError: no such base, or no model can be made of its configuration.
     """
-    directory = base_directory(base)
-    task = text_or_none(contents.raw, "task_type", contents.path / CONFIG_FILE) if contents.format == "peft" else None
+    file = contents.path / CONFIG_FILE
+    named_base = text_or_none(contents.raw, "base_model_name_or_path", file)
+    directory = base_directory(
+        base, revision=text_or_none(contents.raw, "revision", file) if base == named_base else None
+    )
+    task = text_or_none(contents.raw, "task_type", file) if contents.format == "peft" else None
 
     def of_shapes(names: Mapping[str, AdapterTensor]) -> Adapter:
         shapes = {name: torch.empty(tensor.shape, device="meta") for name, tensor in names.items()}

@@ -707,7 +707,7 @@ def _write_gguf(
         )
     if not factors:
         raise PeftlabError(f"{source} contains no factors")
-    base_config = load_config(reference)
+    base_config = load_config(reference, revision=adapter.revision if base is None else None)
     class_name = str(adapter.base.get("architecture") or (base_config.architectures or ["AutoModelForCausalLM"])[0])
     if not reference.endswith(".gguf"):
         fit = _fit_or_none(source, reference, given=True)
