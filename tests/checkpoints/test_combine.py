@@ -102,6 +102,23 @@ def test_the_command_combines_what_it_names(tmp_path: Path) -> None:
         CliRunner().invoke(app, ["merge", f"{paths[0]}:much", str(odd)], catch_exceptions=False)
 
 
+def test_several_files_of_loralib_take_their_options(tmp_path: Path) -> None:
+    """Such a file does not contain α; one of them has a weight that is not finite."""
+    base, _, paths = _adapters(tmp_path)
+    files = []
+    for path, value in zip(paths, (0.5, float("inf")), strict=True):
+        tensors = read_adapter(path).tensors
+        tensors["model.layers.0.self_attn.q_proj.lora_A"][0, 0] = value
+        files.append(path.with_suffix(".bin"))
+        torch.save(tensors, files[-1])
+    command = ["merge", *map(str, files), "--base", str(base), "-o", str(tmp_path / "out")]
+    for options, words in (([], "lora_alpha|lora-alpha"), (["--lora-alpha", "6"], "contains NaN or infinity")):
+        with pytest.raises(PeftlabError, match=words):
+            CliRunner().invoke(app, [*command, *options], catch_exceptions=False)
+    options = ["--lora-alpha", "6", "--allow-nonfinite"]
+    assert CliRunner().invoke(app, [*command, *options], catch_exceptions=False).exit_code == 0
+
+
 @settings(max_examples=30, deadline=None)
 @given(
     ranks=st.tuples(st.integers(1, 3), st.integers(1, 3)),

@@ -483,5 +483,14 @@ def test_what_an_adapter_file_cannot_contain(name: str, options: dict[str, objec
         peftlab.convert_adapter(place_of(tmp_path), tmp_path / "x.gguf", "vllm")
 
 
+def test_an_adapter_file_does_not_replace_its_base(place: Path, tmp_path: Path) -> None:
+    base = tmp_path / "base.gguf"
+    merge(place, base)
+    before = base.read_bytes()
+    with pytest.raises(PeftlabError, match=r"base\.gguf is the base model; choose another name"):
+        peftlab.convert_adapter(place / "adapter", base, "llama.cpp", base=str(base), overwrite=True)
+    assert base.read_bytes() == before
+
+
 def place_of(tmp_path: Path) -> Path:
     return write_adapter(tmp_path / "base", tmp_path / "plain", target_modules=["q_proj"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
@@ -180,6 +181,22 @@ def test_no_space_left(parts: tuple[Path, Path], tmp_path: Path) -> None:
         assert not list(small.iterdir())
     finally:
         subprocess.run(["umount", small], check=True)
+
+
+@pytest.mark.skipif(not hasattr(os, "fdatasync"), reason="this system has another call for it")
+def test_a_disk_that_fails_after_the_last_write(
+    parts: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A write fills the system's memory; the disk's error comes when that is flushed."""
+
+    def fail(descriptor: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    base, adapter = parts
+    monkeypatch.setattr(os, "fdatasync", fail)
+    with pytest.raises(PeftlabError, match=r"out: cannot be written \(Input/output error\); nothing"):
+        merge_checkpoint(adapter, base, tmp_path / "out")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["adapter", "base"]
 
 
 def test_read_only_base(parts: tuple[Path, Path], tmp_path: Path) -> None:
