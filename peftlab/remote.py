@@ -395,7 +395,7 @@ def _download_all(remote: RemoteDirectory, names: Collection[str], directory: Pa
     for name in here.keys() - set(names):
         (directory / name).unlink()
     kept: dict[str, list[object]] = {}
-    for name in sorted(names, key=_order):
+    for name in sorted(names, key=lambda name: (name.startswith(_CHECKPOINTS), _order(name))):
         path = directory / name
         if name not in here or before.get(name) != [versions.get(name), *here[name]]:
             remote.download(name, path)

@@ -207,7 +207,8 @@ def read_adapter(source: str | Path, *, lora_alpha: float | None = None, allow_n
         path = adapter_directory(path)
         raw = read_config(path / CONFIG_FILE)
         if is_adapterhub(raw):
-            adapter = Adapter(*read_adapterhub(path, raw))
+            base = text_or_none(raw, "model_name", path / CONFIG_FILE)
+            adapter = Adapter(*read_adapterhub(path, raw), base_reference=base)
         else:
             weights = path / WEIGHTS_FILE
             if not weights.exists() and (path / PICKLE_FILE).exists():

@@ -40,7 +40,7 @@ from peftlab.checkpoints.adapter_contents import (
 )
 from peftlab.checkpoints.gguf import GgufModel, write_lora
 from peftlab.checkpoints.merge_plan import MergeOptions, plan_merge, task_model
-from peftlab.checkpoints.peft_format import PREFIX
+from peftlab.checkpoints.peft_format import LOST_STARTS, PREFIX
 from peftlab.checkpoints.tensors import write_tensors
 from peftlab.environment import version_of
 from peftlab.errors import PeftlabError, did_you_mean, reason
@@ -51,7 +51,7 @@ from peftlab.models.load import load_config, tied_names
 from peftlab.untyped import LoadedKeys
 
 # Values of init_lora_weights with which the file's factors are the whole update.
-_PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal", "mica", "lora_ga")
+_PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
 
 # Last names of the linear maps in models of Llama's form, in those with fused projections, and of what is no layer.
 _ATTENTION = frozenset(("q_proj", "k_proj", "v_proj", "o_proj"))
@@ -142,6 +142,9 @@ class Peft(Reader):
             yield Verdict("unknown", "peft is not installed")
         if fit.contents.format != "peft":
             yield Verdict(False, f"peft reads its own format alone, not {fit.contents.format}'s")
+        start = fit.contents.raw.get("init_lora_weights")
+        if lost := next((why for kind, why in LOST_STARTS.items() if str(start).startswith(kind)), None):
+            yield Verdict(False, lost)
         if fit.plain:
             yield Verdict(True, "every tensor has its place")
         try:
@@ -450,7 +453,11 @@ class Lorax(Engine):
         contents = fit.contents
         yield from self._not_lora(fit)
         yield from self._ignored_options(fit)
-        dropped = [tensor.key for tensor in contents.tensors if tensor.kind not in ("lora_A", "lora_B", "base")]
+        dropped = [
+            tensor.key
+            for tensor in contents.tensors
+            if tensor.kind not in ("lora_A", "lora_B") and (tensor.kind, tensor.parameter) != ("base", "weight")
+        ]
         dropped += [pair.module for pair in contents.pairs if fit.all_experts(pair)]
         known = self.layers.get(fit.architecture, frozenset())
         if not dropped and not known:
@@ -561,7 +568,9 @@ def check_adapter(source: str | Path, base: str | None = None) -> AdapterCheck:
         PeftlabError: there is no adapter or no base, a file is damaged, or the base is another model.
     """
     contents = read_contents(source)
-    reference = base or text_or_none(contents.raw, "base_model_name_or_path", contents.path / CONFIG_FILE)
+    named = ("base_model_name_or_path", "model_name")  # AdapterHub's
+    own = (text_or_none(contents.raw, key, contents.path / CONFIG_FILE) for key in named)
+    reference = base or next(filter(None, own), None)
     if not reference:
         raise PeftlabError(f"{source} names no base model; pass one (--base)")
     fit = fit_to_base(contents, reference)

@@ -208,7 +208,10 @@ def validate(
     recipe: RecipeName,
     overrides: Overrides = None,
     examples: Annotated[
-        int, typer.Option("--show", help="Print N examples as the model reads them, trained parts marked.", metavar="N")
+        int,
+        typer.Option(
+            "--show", help="Print N examples as the model reads them, trained parts marked.", metavar="N", min=0
+        ),
     ] = 0,
     deep: Annotated[
         bool,
@@ -336,7 +339,7 @@ def predict(
             on_rows=phase.advance,
         )
     if out != STREAM:
-        show(f"predictions: {out} ({len(found.answers):,} rows)")
+        print(f"predictions: {out} ({len(found.answers):,} rows)", file=sys.stderr)
     return found
 
 

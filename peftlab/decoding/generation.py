@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from peftlab.decoding.cache import Engine
+from peftlab.decoding.cache import Engine, max_positions
 from peftlab.decoding.decode import StoppingCriteria, decode
 from peftlab.decoding.engines import build_engine
 from peftlab.decoding.sampling import Sampling
@@ -78,16 +78,23 @@ def answer_inputs(
     Args:
         model, settings, ends, pad: as for ``answering``.
         inputs: ``input_ids``, [prompts, longest], padded on the left, and what else the model takes, such as images.
+
+    Returns:
+        Answers of at most as many tokens as the model has positions for after the longest prompt.
     """
     sampled = settings.temperature > 0
     library: Unwrapped = model
+    limit, most = max_positions(model.config.get_text_config(decoder=True)), settings.max_new_tokens
+    most = most if limit is None else min(most, limit - inputs["input_ids"].shape[1])
+    if most < 1:
+        return [[] for _ in inputs["input_ids"]]
     cuts = {"temperature": settings.temperature, "top_k": settings.top_k or 0, "top_p": settings.top_p or 1.0}
     # A model's own generation settings (sampling, penalties) are not those of the recipe.
     with torch.random.fork_rng(), torch.inference_mode():
         torch.manual_seed(settings.seed)
         output = library.generate(
             **{key: value.to(model.device) for key, value in inputs.items()},
-            max_new_tokens=settings.max_new_tokens, num_beams=settings.beams, length_penalty=settings.length_penalty,
+            max_new_tokens=most, num_beams=settings.beams, length_penalty=settings.length_penalty,
             no_repeat_ngram_size=settings.no_repeat_ngram, repetition_penalty=1.0, do_sample=sampled,
             eos_token_id=sorted(ends) or None, pad_token_id=pad, **(cuts if sampled else {}),
         )  # fmt: skip

@@ -317,12 +317,14 @@ def _verdict(gammas: list[LengthGain]) -> str:
     return f"pays from an acceptance of {alpha:.2f} (gamma {gamma}); {most}"
 
 
-def check_plan(max_gamma: int, repeats: int, batches: Sequence[int]) -> None:
+def check_plan(max_gamma: int, repeats: int, batches: Sequence[int], context: int) -> None:
     """Raise ``PeftlabError`` for invalid settings of a plan, before a model is loaded.
 
     Args:
-        max_gamma, repeats, batches: as for ``plan``.
+        max_gamma, repeats, batches, context: as for ``plan``.
     """
+    if context < 1:
+        raise PeftlabError(f"context: {context} tokens; measure with 1 or more")
     if max_gamma < 1:
         raise PeftlabError(f"max_gamma: {max_gamma} drafts nothing; plan for 1 or more")
     if not batches or min(batches) < 1 or len({*batches}) < len(batches):
@@ -351,9 +353,9 @@ def plan(
         batches: how many sequences are decoded together; the plan is for the first number, ``batches`` has them all.
 
     Raises:
-        PeftlabError: ``max_gamma``, ``repeats`` or a batch below 1, or a context that does not fit.
+        PeftlabError: ``max_gamma``, ``repeats``, ``context`` or a batch below 1, or a context that does not fit.
     """
-    check_plan(max_gamma, repeats, batches)
+    check_plan(max_gamma, repeats, batches, context)
     both = {"target": (target, max_gamma + 1), "draft": (draft, 1)}
     with Watch(target.device) as watch:
         seconds = {size: step_seconds(both, batch=size, context=context, repeats=repeats) for size in batches}
@@ -431,9 +433,10 @@ def compare_kinds(
         max_gamma, context, repeats, batches: as for ``plan``.
 
     Raises:
-        PeftlabError: ``max_gamma``, ``repeats`` or a batch below 1, a context that does not fit, or no probability.
+        PeftlabError: ``max_gamma``, ``repeats``, ``context`` or a batch below 1, a context that does not fit, or no
+            probability.
     """
-    check_plan(max_gamma, repeats, batches)
+    check_plan(max_gamma, repeats, batches, context)
     alone = {"target": (target, max_gamma + 1)}
     with Watch(target.device) as watch:
         seconds = {size: step_seconds(alone, batch=size, context=context, repeats=repeats) for size in batches}

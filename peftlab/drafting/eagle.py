@@ -430,8 +430,8 @@ class EagleExport:
             architecture = (config.architectures or [""])[0]
             values = speculators_config(network, target=verifier, architecture=architecture, tokens=gamma)
         if self.consumer == "speculators":
-            own = tensors_of(network) | {_EMBEDDING: stored[_EMBEDDING]}  # by its names, whoever wrote the file
-            write_tensors(directory / WEIGHTS, own, {"format": "pt"})
+            tensors = tensors_of(network) | {_EMBEDDING: stored[_EMBEDDING]}  # by its names, whoever wrote the file
+            write_tensors(directory / WEIGHTS, tensors, {"format": "pt"})
         else:
             shutil.copyfile(self.place / WEIGHTS, directory / WEIGHTS)
         write_json(directory / "config.json", values)

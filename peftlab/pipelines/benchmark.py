@@ -546,7 +546,7 @@ def plan_draft(
             cannot be loaded, or the engine is not installed or does not serve it.
     """
     options = options or DecodingOptions()
-    planning.check_plan(max_gamma, repeats, batches)
+    planning.check_plan(max_gamma, repeats, batches, context)
     if not 0 <= alpha <= 1:
         raise PeftlabError(f"alpha: {alpha} is not a probability")
     if engine != OWN:

@@ -118,8 +118,8 @@ def stored_recipe(directory: str | Path) -> Recipe:
 def overwrite_or_resume(recipe: Recipe, *, overwrite: bool) -> tuple[bool, bool]:
     """Return (overwrite, resume): whether a run replaces its directory's contents, and whether it is resumed.
 
-    torchrun starts the command again when a worker has died. Of what the same launch has begun, the newest checkpoint
-    is resumed; without one it starts again.
+    torchrun starts the command again when a worker has died. Of what the same launch has begun by the same recipe and
+    has not ended, the newest checkpoint is resumed; without one it starts again.
 
     Args:
         recipe: the run's.
@@ -129,20 +129,40 @@ def overwrite_or_resume(recipe: Recipe, *, overwrite: bool) -> tuple[bool, bool]
         return overwrite, False
     if is_url(recipe.output_dir):
         remote = RemoteDirectory(recipe.output_dir)
-        content, names = remote.read("provenance.json"), [*remote.versions()]
+        content, stored, names = remote.read("provenance.json"), remote.read("recipe.yaml"), [*remote.versions()]
     else:
         directory = Path(recipe.output_dir)
-        file = directory / "provenance.json"
-        content = file.read_bytes() if file.is_file() else None
+        files = (directory / name for name in ("provenance.json", "recipe.yaml"))
+        content, stored = (file.read_bytes() if file.is_file() else None for file in files)
         names = [path.relative_to(directory).as_posix() for path in directory.glob("checkpoints/*")]
+        names += [path.name for path in directory.glob("results.json")]
     try:
         begun = parse_json(content.decode("utf-8")) if content is not None else None
     except ValueError:  # a file that cannot be read names no launch
         begun = None
     if not isinstance(begun, dict) or begun.get("launch") != own:
         return overwrite, False
+    if "results.json" in names or not _was_begun_by(recipe, stored):
+        return overwrite, False
     resume = any(fnmatch(name, "checkpoints/step-*.pt") for name in names)
     return not resume, resume
+
+
+def _was_begun_by(recipe: Recipe, stored: bytes | None) -> bool:
+    """Return whether a run's ``recipe.yaml`` is that of ``recipe``, but for what the run found where it has null."""
+    from ruamel.yaml import YAML, YAMLError
+
+    try:
+        before = YAML(typ="safe").load((stored or b"").decode("utf-8"))
+    except (YAMLError, UnicodeDecodeError):
+        return False
+
+    def same(value: object, other: object) -> bool:
+        if isinstance(value, dict):
+            return isinstance(other, dict) and all(same(inner, other.get(key)) for key, inner in value.items())
+        return value is None or value == other
+
+    return same(recipe.model_dump(mode="json", by_alias=True), before)
 
 
 def launch() -> str | None:

@@ -316,6 +316,8 @@ def _run(recipe: DraftRecipe, directory: Claim, resume: bool, device: str) -> Dr
     accelerator.wait_for_everyone()
     if settings.trackers:
         accelerator.init_trackers("peftlab")
+    if accelerator.num_processes > 1:  # each draws masks of its own; a resumed run has its own state again
+        set_seed(settings.seed, device_specific=True)
     try:
         progress = train(problem, settings, accelerator, run_dir, resume=resume, saved=directory.completed)
     finally:

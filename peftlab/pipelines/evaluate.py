@@ -240,7 +240,7 @@ def find_trained(reference: str | Path, recipe_name: str | Path | None, override
         )
     recipe = load_recipe(recipe_name or _recipe_near(directory), overrides)
     if not isinstance(recipe, FinetuneRecipe):
-        raise PeftlabError(f"{recipe_name}: a recipe of kind {recipe.kind} has no task to score")
+        raise PeftlabError(f"{recipe_name or directory}: a recipe of kind {recipe.kind} has no task to score")
     place = next((d for d in (directory, directory / "adapter") if (d / CONFIG_FILE).exists()), None)
     if place is not None:
         return Trained(recipe, recipe, place, read_adapter(place))

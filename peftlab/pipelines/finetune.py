@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -37,6 +37,7 @@ from peftlab.files import (
     write_json,
     write_text,
 )
+from peftlab.methods.base import Adapted
 from peftlab.methods.config import METHODS, MethodConfig, lr_ratio
 from peftlab.methods.inject import (
     adapted_line,
@@ -46,6 +47,7 @@ from peftlab.methods.inject import (
     is_injected,
     trainable_parameters,
 )
+from peftlab.methods.lora.layers import OwnCopy
 from peftlab.methods.merging import merge, unmerge
 from peftlab.models.architectures import inside, task_head
 from peftlab.models.config import BaseConfig, Into, measures_latency, merge_into, verifies_merge
@@ -259,6 +261,9 @@ def _run(recipe: FinetuneRecipe, directory: Claim, resume: bool, device: str) ->
         accelerator.print(line)
     accelerator.print(f"learning rate: {settings.peak_lr:g}")
     share_rows(task, settings, accelerator)
+    if task.sharing is not None:  # a run that is continued on another device has the same batches
+        settings = settings.model_copy(update={"packing": packs(settings, accelerator)})
+        recipe = recipe.model_copy(update={"train": settings})
     if accelerator.mixed_precision in ("bf16", "fp16") and settings.weights is None:
         widen_to_fp32(model)
 
@@ -291,6 +296,8 @@ def _run(recipe: FinetuneRecipe, directory: Claim, resume: bool, device: str) ->
     # Train.
     if settings.trackers:
         accelerator.init_trackers("peftlab")
+    if accelerator.num_processes > 1:  # each draws masks of its own; a resumed run has its own state again
+        set_seed(settings.seed, device_specific=True)
     try:
         progress = train(task, settings, accelerator, run_dir, resume=resume, saved=directory.completed)
     finally:
@@ -327,7 +334,8 @@ def _run(recipe: FinetuneRecipe, directory: Claim, resume: bool, device: str) ->
     # Save the adapter, merge it, and write the report.
     if accelerator.is_main_process:
         if task.sample is not None and before is not None and not accelerator.is_fsdp2:
-            results.sample = {"before": before, "after": task.sample(task.model)}
+            with _autocast_where_mixed(task.model, accelerator):
+                results.sample = {"before": before, "after": task.sample(task.model)}
         _write_run(recipe, task, run_dir, results, merging)
     accelerator.wait_for_everyone()
     return results
@@ -490,6 +498,15 @@ _TRIED = 4  # examples that the model is tried on
 _ONE_ROW = sys.maxsize
 
 
+def packs(settings: TrainConfig, accelerator: Accelerator) -> bool:
+    """Return whether examples are to share rows: where the recipe does not say, on GPUs.
+
+    Args:
+        settings: the recipe's ``train`` section. accelerator: devices.
+    """
+    return settings.packing if settings.packing is not None else accelerator.device.type == "cuda"
+
+
 def share_rows(problem: TrainingProblem, settings: TrainConfig, accelerator: Accelerator) -> None:
     """Let several examples share a row, where that is wanted and the model computes the same.
 
@@ -502,9 +519,11 @@ def share_rows(problem: TrainingProblem, settings: TrainConfig, accelerator: Acc
         settings: the recipe's ``train`` section.
         accelerator: devices and processes.
     """
-    wanted = settings.packing if settings.packing is not None else accelerator.device.type == "cuda"
+    wanted = packs(settings, accelerator)
     sharing = problem.sharing
     if sharing is None or not wanted:
+        if settings.packing:
+            accelerator.print("train.packing: rows with images do not share a row; training on padded batches instead")
         return
     examples = [problem.train[i] for i in range(min(_TRIED, len(problem.train)))]
     model: Unwrapped = nn.Module.to(problem.model, accelerator.device)  # transformers' own refuses weights in 8 bits
@@ -573,7 +592,7 @@ def _score(
     pad = tokenizer.pad_token_id if isinstance(tokenizer.pad_token_id, int) else next(iter(ends), 0)
     found: list[tuple[int, list[int]]] = []
     advice = memory_advice("while answering", [f"generate.batch_size={max(1, settings.batch_size // 2)}"])
-    with advice, eval_mode(bare), _merged_for_decoding(bare):
+    with advice, eval_mode(bare), _merged_for_decoding(bare), _autocast_where_mixed(bare, accelerator):
         sees = any(context.images for context in contexts.items)
         answer = None if sees else answering(bare, settings, ends, pad)
         mine = batches[accelerator.process_index :: accelerator.num_processes]
@@ -596,6 +615,13 @@ def _score(
     ]
     ended = [bool(out) and out[-1] in ends for out in tokens.values()]
     return {**score(settings.metrics, answers), "ended": fmean(ended), "contexts": len(answers)}
+
+
+def _autocast_where_mixed(model: nn.Module, accelerator: Accelerator) -> AbstractContextManager[None]:
+    """Return autocast for a model that cannot compute without: parameters of its base train in fp32 beside others."""
+    plain = (module for module in model.modules() if not isinstance(module, Adapted) or isinstance(module, OwnCopy))
+    floating = (p.dtype for module in plain for p in module.parameters(recurse=False) if p.is_floating_point())
+    return accelerator.autocast() if len({*floating}) > 1 else nullcontext()
 
 
 @contextmanager

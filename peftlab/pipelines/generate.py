@@ -35,7 +35,7 @@ from peftlab.drafting.target import eos_ids
 from peftlab.environment import Cpu, describe_cpu, resolve_device
 from peftlab.errors import PeftlabError
 from peftlab.models.load import load_processor, load_tokenizer
-from peftlab.models.quantised import DTYPES
+from peftlab.models.quantised import torch_dtype
 from peftlab.pipelines.benchmark import DecodingOptions, StoredWeights, acceptance_head, draft_lengths, stored_weights
 from peftlab.tasks.batches import padding_or_end
 from peftlab.tasks.conversations import Conversation, Message, chat_ids
@@ -241,7 +241,8 @@ def generate_with_images(
         PeftlabError: the target sees no images, or a file is none.
     """
     options = options or DecodingOptions()
-    device = resolve_device(options.device)
+    _check(options, draft, drafter)
+    device, dtype = resolve_device(options.device), torch_dtype(options.dtype)
     parts = [*({"type": "image", "path": path} for path in images), {"type": "text", "text": prompt}]
     if draft is not None or drafter is not None:
         writer = load_writer(target, draft, options, drafter=drafter, chat=True)
@@ -251,8 +252,12 @@ def generate_with_images(
     asked: dict[str, object] = {"role": "user", "content": prompt, "parts": parts}
     turns: list[Message] = [asked, {"role": "assistant", "content": "a"}]  # type: ignore[list-item]
     row = with_pictures(Conversation(turns, "prompt"), Path())
+    if options.max_new_tokens < 1:
+        raise PeftlabError(f"max_new_tokens: {options.max_new_tokens} writes nothing; give 1 or more")
+    if options.draft_window is not None:
+        raise PeftlabError(f"draft_window {options.draft_window}: no draft is given to see it")
     processor = load_processor(target)
-    loaded, _ = load_model(target, "AutoModelForImageTextToText", dtype=DTYPES[options.dtype])
+    loaded, _ = load_model(target, "AutoModelForImageTextToText", dtype=dtype)
     model: PreTrainedModel = nn.Module.to(loaded, device)
     text = prompt_of(row, processor)
     check_placeholders(processor, text, len(images), "prompt")

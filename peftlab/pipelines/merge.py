@@ -132,6 +132,8 @@ def run_merge(
         ]
         weights = [1.0 if weight is None else weight for _, weight in weighted]
         adapter = combine(read, weights, combining.method, rank=combining.rank, density=combining.density)
+    elif combining != Combining():
+        raise PeftlabError("method, rank and density say how several adapters become one; this is a single one")
     recipe = None if isinstance(adapter, Adapter) else _recipe_near(adapter)
     if recipe is not None and options.recipe is None:
         options = replace(options, recipe=read_text(recipe))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from peftlab.errors import PeftlabError
-from peftlab.files import replacing, to_json, write_text
+from peftlab.files import Json, replacing, write_text
 from peftlab.registry import resolve
 from peftlab.tasks.data import Table, read_lines, read_table
 from peftlab.tasks.table import find_task
@@ -102,7 +103,7 @@ def _writer(out: str, overwrite: bool) -> Callable[[Columns], None]:
 
 def _json_lines(columns: Columns) -> str:
     rows = zip(*columns.values(), strict=True)
-    written = (json.dumps(to_json(dict(zip(columns, row, strict=True))), ensure_ascii=False) for row in rows)
+    written = (json.dumps(_plain(dict(zip(columns, row, strict=True))), ensure_ascii=False) for row in rows)
     return "".join(f"{line}\n" for line in written)
 
 
@@ -115,15 +116,34 @@ def _csv(path: Path, columns: Columns) -> None:
 
 
 def _cell(value: object) -> object:
-    return json.dumps(value, ensure_ascii=False) if isinstance(value, list) else value
+    return json.dumps(_plain(value), ensure_ascii=False) if isinstance(value, list | Mapping) else value
+
+
+def _plain(value: object) -> Json:
+    """Return a cell as JSON has it: a time, a decimal number or bytes of a parquet file as text, NaN as null."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, bytes):
+        return value.decode("utf-8", "backslashreplace")
+    return value if value is None or isinstance(value, str | int | float) else str(value)
 
 
 def _parquet(path: Path, columns: Columns) -> None:
     import pyarrow
     from pyarrow import parquet
 
+    def typed(values: Sequence[object]) -> pyarrow.Array:
+        try:
+            return pyarrow.array(list(values))
+        except pyarrow.ArrowException:  # of several types, as JSON may have them
+            return pyarrow.array([None if value is None else str(_cell(value)) for value in values])
+
     with replacing(path) as temporary:
-        parquet.write_table(pyarrow.table({name: list(values) for name, values in columns.items()}), temporary)
+        parquet.write_table(pyarrow.table({name: typed(values) for name, values in columns.items()}), temporary)
 
 
 _FORMATS: dict[str, Callable[[Path, Columns], None]] = {

@@ -29,8 +29,8 @@ from peftlab.tasks.data import tables_read
 from peftlab.tasks.images import collate_chat
 from peftlab.tasks.labelled import Answers, class_counts, repeated_rows
 from peftlab.tasks.labelled_rows import load_task_data
-from peftlab.tasks.language import processor_for
-from peftlab.tasks.language_examples import Tokens, collate, tokenizer_of
+from peftlab.tasks.language import load_rows, processor_for
+from peftlab.tasks.language_examples import Source, Tokens, collate, tokenizer_of
 from peftlab.tasks.problem import ModelSource
 from peftlab.tasks.table import find_task
 from peftlab.untyped import Processor
@@ -129,7 +129,8 @@ def _read_data(recipe: FinetuneRecipe) -> CheckedData:
         tables = tables_read(task, recipe.data)
         columns = list(tables["train"][1]) if "train" in tables else []
     if not task.labelled:
-        _, rows, left_out = resolve(task.load)(task, recipe.data)
+        rows: dict[str, list[object]]
+        _, rows, left_out = load_rows(task, recipe.data)
         return CheckedData(task.name, columns, {split: len(each) for split, each in rows.items()}, {}, left_out, {})
     data = load_task_data(recipe.task, recipe.data)
     return CheckedData(
@@ -277,7 +278,8 @@ def _language(recipe: FinetuneRecipe, count: int, *, evaluated: bool) -> tuple[P
     """Return the tokenizer or processor, and the first examples of a task without labels: to train on, or to evaluate
     on."""
     task = find_task(recipe.task)
-    _, splits, _ = resolve(task.load)(task, recipe.data)
+    splits: dict[str, list[Source]]
+    _, splits, _ = load_rows(task, recipe.data)
     rows = splits[_split(list(splits), ("validation", "test") if evaluated else ())]
     examples = resolve(task.examples)
     processor, _ = processor_for(_source(recipe), splits)

@@ -78,7 +78,8 @@ def runs_table(runs: Sequence[RunState], directory: str | Path) -> Table:
 
 def _state(place: Path) -> RunState:
     """Return what the files of a run show; a file that is missing or damaged shows nothing."""
-    files = [place / name for name in (MARK, "metrics.jsonl", "results.json")]
+    stream = place / "stream.json"  # what an update by a stream ends with, in place of results
+    files = [*(place / name for name in (MARK, "metrics.jsonl", "results.json")), stream]
     changed = max(file.stat().st_mtime for file in files if file.exists())
     metrics = [*_newest_lines(place / "metrics.jsonl")]
     steps = [row for row in metrics if "loss" in row]
@@ -95,7 +96,7 @@ def _state(place: Path) -> RunState:
     return RunState(
         run=str(place),
         kind=_kind(place / "recipe.yaml"),
-        state="running" if running else "finished" if results else "stopped",
+        state="running" if running else "finished" if results or stream.exists() else "stopped",
         step=step if isinstance(step, int) else None,
         loss=loss if isinstance(loss, float) else None,
         metric=metric,

@@ -35,7 +35,7 @@ ENGINES = {LOCAL: "peftlab.pipelines.cells:local_engine", "ray": "peftlab.pipeli
 POLL = 0.2
 """Seconds after which a wait for cells ends, to look for signals."""
 RESULTS = "results.json"
-_MODEL_ID = "data.endpoint_model"
+_FOUND = ("data.endpoint_model", "data.text", "data.label", "train.packing")  # what a run finds where a recipe has null
 _WRITING_SHARE = 0.05  # of the time that a table runs, for writing it meanwhile
 
 
@@ -76,8 +76,8 @@ def run_table(
     """Run the cells of ``recipe`` that have no result, write the table, and return it.
 
     Written into ``output_dir``: ``recipe.yaml``, ``table.csv``, ``table.tex``, ``table.html``, and each cell's run
-    directory and output under ``cells/``. The table's files are also written while it fills. Running again, or
-    resuming, runs what is missing.
+    directory and output under ``cells/``. The table's files are also written while it fills. Running again runs
+    what is missing, as resuming does: ``resume`` makes no difference.
 
     Args:
         recipe: the table's.
@@ -236,8 +236,9 @@ def _recipe_difference(cell: Cell) -> str:
     except PeftlabError as error:
         return str(error).splitlines()[0]
     here, there = (dict(flatten(_settings_without_place(recipe))) for recipe in (cell.recipe, before))
-    if here.get(_MODEL_ID) is None:  # the id that the endpoint gave is in the run's recipe, not in the table's
-        here[_MODEL_ID] = there.get(_MODEL_ID)
+    for key in _FOUND:  # in the run's recipe, not in the table's
+        if here.get(key) is None:
+            here[key] = there.get(key)
     differ = [key for key in {**there, **here} if here.get(key) != there.get(key)]
     return ", ".join(f"{key} {there.get(key)}, now {here.get(key)}" for key in differ)
 

@@ -128,11 +128,16 @@ def continued_section(first: DraftRecipe, newest: Path, log: str | Path) -> Draf
 
 
 def with_overrides(run: Path, overrides: Iterable[str]) -> DraftRecipe:
-    """Return the run's recipe with overrides, or refuse overrides that make it one of another kind.
+    """Return the run's recipe with overrides; refuse those of what an update sets, or that make it another kind.
 
     Args:
         run: the run's directory. overrides: KEY=VALUE.
     """
+    overrides = [*overrides]
+    for override in overrides:
+        key = override.removeprefix("~").partition("=")[0]
+        if any(key == own or key.startswith(f"{own}.") for own in ("draft", "output_dir", "data.replay")):
+            raise PeftlabError(f"override {override!r}: an update continues the run's draft, on its own replay buffer")
     wanted = load_recipe(run / "recipe.yaml", overrides)
     if not isinstance(wanted, DraftRecipe):
         raise PeftlabError(f"an update is one run of kind draft, and the overrides make it a {wanted.kind}")
@@ -176,7 +181,8 @@ def _update(run: Path, first: DraftRecipe, logs: str | Path, size: int, override
 _USUAL = (
     "data.temperature=0", "data.top_p=null", "data.samples=1", "data.max_prompts=null", "data.on_policy=0",
     "data.endpoint=null", "data.targets=null", "train.epochs=1", "train.max_steps=null", "train.eval_every=null",
-    "train.save_every=null", "train.early_stopping=null", "train.scheduler=constant", "train.warmup=0",
+    "train.save_every=null", "train.early_stopping=null", "train.trackers=[]", "train.scheduler=constant",
+    "train.warmup=0",
 )  # fmt: skip
 
 

@@ -202,11 +202,20 @@ def _shown(value: Json) -> str:
 
 
 def all_sections(recipe: type[BaseModel], data: Mapping[str, Json]) -> dict[str, dict[str, FieldInfo]]:
-    """Return every section's fields by its dotted name, the top level (``""``) first, as ``data`` has chosen them."""
-    found = {"": fields(recipe)}
-    for name, info in recipe.model_fields.items():
-        if model := _section(info, data.get(name)):
-            found[name] = fields(model)
+    """Return every section's fields by its dotted name, the top level (``""``) first, as ``data`` has chosen them.
+
+    Sections of sections are those that ``data`` has.
+    """
+    found: dict[str, dict[str, FieldInfo]] = {}
+
+    def add(name: str, model: type[BaseModel], values: Mapping[str, Json]) -> None:
+        found[name] = fields(model)
+        for key, info in fields(model).items():
+            value = values.get(key)
+            if (not name or isinstance(value, dict)) and (inner := _section(info, value)):
+                add(f"{name}.{key}" if name else key, inner, value if isinstance(value, dict) else {})
+
+    add("", recipe, data)
     return found
 
 

@@ -252,7 +252,7 @@ def override(source: Source, text: str, number: int = 1) -> None:
     else:
         if not value_text.strip():
             return add_problem(f"{dotted(keys)}: no value; write null or '' if that is meant")
-        given = Source({}, {keys: place})
+        given = Source({}, {(): place, keys: place})
         try:
             value = parse(value_text, given, lambda _: place, keys)
         except PeftlabError as error:
@@ -392,17 +392,19 @@ def _cell_source(
         merge(line, ("rows", row))
         here = of_tasks.get(task) if isinstance(of_tasks, dict) else None
         merge(here if isinstance(here, dict) else {}, ("rows", row, PER_TASK, task))
+        own = {*to_json(recipe.per_task.get(task, {})), *line, *(here if isinstance(here, dict) else {})}
         cell.data["task"] = task
         cell.places[("task",)] = source.place(("tasks", recipe.tasks.index(task)))
-        if task in recipe.init and "init_from" not in line:
+        if task in recipe.init and "init_from" not in own:
             cell.data["init_from"] = _directory(recipe, recipe.init[task], row, seed)
     else:
         merge(line, ("rows", row))
+        own = {*line}
         cell.data["kind"] = "draft"
     if isinstance(train := cell.data["train"], dict):
         cell.data["train"] = {**train, "seed": seed}
     cell.data["output_dir"] = _directory(recipe, task, row, seed)
-    if "merge" not in line and not _folds(cell.data.get("method")):
+    if "merge" not in own and not _folds(cell.data.get("method")):
         cell.data["merge"] = False
     return cell
 
@@ -552,6 +554,8 @@ def sweep(recipe: Recipe, source: Source, swept_axes: Sequence[Axis]) -> Source:
     for axis in swept_axes:
         try:
             axes.append(replace(axis, keys=_setting(recipe, source, axis.keys)))
+            if axes[-1].keys in [other.keys for other in axes[:-1]]:
+                raise PeftlabError(f"{dotted(axis.keys)}: swept twice; give all values in one list")
         except PeftlabError as error:
             source.problems.append(Problem(axis.place, str(error)))
     if source.problems:

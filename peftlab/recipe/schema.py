@@ -292,6 +292,9 @@ class DraftRecipe(Section):
         if (objective.selective is None) != (objective.reference is None):
             reason = "needs a reference, and a reference needs selective; give both or neither"
             found.append(("objective.selective", reason))
+        if self.train.gradient_checkpointing and self.draft.usual_method is None and self.method is None:
+            reason = f"computes layers of a model again, and {self.draft.kind} trains modules of its own; remove it"
+            found.append(("train.gradient_checkpointing", reason))
         if self.train.layers is not None and self.train.layers.active is not None:
             found.append(("train.layers.active", "a draft trains all its layers in every step; remove it"))
         if self.train.optimizer == "muon" and self.method is not None:

@@ -9,7 +9,6 @@ from pathlib import Path, PurePath
 
 from rich.table import Table
 from rich.text import Text
-from ruamel.yaml import YAML
 
 from peftlab.errors import PeftlabError, did_you_mean
 from peftlab.files import Json, read_object, read_text, write_json, write_text
@@ -161,7 +160,8 @@ def compare_runs(directories: Sequence[Path]) -> Comparison:
     if same:
         raise PeftlabError(f"{same[0]}: named twice")
     results = [read_object(path / "results.json") for path in directories]
-    recipes = [read_text(path / "recipe.yaml") for path in directories]
+    for path, found in zip(directories, results, strict=True):
+        facts.check_results(found, path)
     names, origins = _names(directories), [read_object(path / "provenance.json") for path in directories]
     return Comparison(
         runs=[
@@ -170,7 +170,7 @@ def compare_runs(directories: Sequence[Path]) -> Comparison:
         ],
         scores=_scores(results),
         costs=_costs(results),
-        differences=_differences([YAML(typ="safe").load(recipe) for recipe in recipes]),
+        differences=_differences([facts.stored_recipe(path)[1] for path in directories]),
         notes=[*_notes(results, origins), *_paired_gains(names, results)],
     )
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from peftlab.decoding.planning import EnginePlan, MeasuredAdvice, MeasuredPlan, best_gamma_at
 from peftlab.decoding.theory import GAIN_ALPHAS
@@ -559,14 +560,14 @@ def show(tables: Sequence[TextTable], facts: Sequence[str]) -> None:
     """
     console = Console()
     for title, header, rows in tables:
-        table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+        table = Table(title=Text(title), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
         for i, name in enumerate(header):
-            table.add_column(name, justify="left" if i == 0 else "right")
+            table.add_column(Text(name), justify="left" if i == 0 else "right")
         for row in rows:
-            table.add_row(*row)
+            table.add_row(*map(Text, row))  # names of files and prompts are no markup
         console.print(table)
     for fact in facts:
-        console.print(fact, highlight=False, soft_wrap=True)
+        console.print(fact, markup=False, highlight=False, soft_wrap=True)
 
 
 def page(title: str, tables: Sequence[TextTable], facts: Sequence[str], plots: Sequence[Plot]) -> str:

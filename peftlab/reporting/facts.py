@@ -16,7 +16,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from peftlab.errors import PeftlabError
+from peftlab.errors import PeftlabError, reason
+from peftlab.files import Json, read_text
 from peftlab.progress import duration, per_second
 from peftlab.tasks.table import HIGH, LOW
 from peftlab.untyped import JsonObject
@@ -30,6 +31,36 @@ Results = Mapping[str, object]
 """The contents of ``results.json``; its keys are the fields of ``FinetuneResults`` and ``DraftResults``."""
 
 _CONSTANT_SCORED = frozenset({"pearson", "spearman"})
+
+
+def check_results(results: Results, run: Path) -> None:
+    """Raise ``PeftlabError`` where the results of a run lack what every run has.
+
+    Args:
+        results: its ``results.json``. run: its directory.
+    """
+    missing = [key for key in ("task", "method", "metric", "score") if key not in results]
+    if missing:
+        raise PeftlabError(f"{run / 'results.json'}: no {', '.join(missing)}")
+
+
+def stored_recipe(run: Path) -> tuple[str, dict[str, Json]]:
+    """Return the recipe that a run's directory has, as text and as values.
+
+    Raises:
+        PeftlabError: there is none, or it is damaged.
+    """
+    from ruamel.yaml import YAML, YAMLError
+
+    file = run / "recipe.yaml"
+    text = read_text(file)
+    try:
+        values = YAML(typ="safe").load(text)
+    except YAMLError as error:
+        raise PeftlabError(f"{file}: damaged ({reason(error)})") from None
+    if not isinstance(values, dict):
+        raise PeftlabError(f"{file}: damaged (no keys in it)")
+    return text, values
 
 
 def number(value: object) -> str:
@@ -308,7 +339,9 @@ def summary(results: Results, times: str = "x") -> dict[str, str]:
         if trained is None or total is None
         else f"{trained:,} of {total:,} trained ({percent(trained / max(total, 1))})",
         "best step": _joined(
-            f"{number(results['best_step'])} of {number(results.get('steps'))}" if results.get("steps") else "",
+            f"{number(results['best_step'])} of {number(results['steps'])}"
+            if results.get("steps") and "best_step" in results
+            else "",
             f"{number(last)} at the last" if last not in (None, results["score"]) else "",
             f"learning rate {rate:g}" if (rate := as_float(results.get("lr"))) is not None else "",
         ),

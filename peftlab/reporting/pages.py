@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from peftlab.errors import PeftlabError
-from peftlab.files import Json, parse_json, read_object, read_text, write_text
+from peftlab.files import Json, parse_json, read_object, write_text
 from peftlab.progress import per_second
 from peftlab.reporting import facts
 from peftlab.tasks.table import TASKS
@@ -57,18 +57,10 @@ def write_report(run_dir: str | Path) -> Path:
 def run_page(run_dir: Path) -> str:
     """Return the page that ``write_report`` writes; errors as there."""
     require("matplotlib")
-    from ruamel.yaml import YAML
-
     results: facts.Results = read_object(run_dir / "results.json")
-    missing = [key for key in ("task", "method", "metric", "score") if key not in results]
-    if missing:
-        raise PeftlabError(f"{run_dir / 'results.json'}: no {', '.join(missing)}")
+    facts.check_results(results, run_dir)
     provenance = read_object(run_dir / "provenance.json")
-    recipe_file = run_dir / "recipe.yaml"
-    if not recipe_file.is_file():
-        raise PeftlabError(f"{recipe_file}: no such file")
-    recipe = read_text(recipe_file)
-    values = YAML(typ="safe").load(recipe) or {}
+    recipe, values = facts.stored_recipe(run_dir)
     history = read_history(run_dir / "metrics.jsonl")
     metric, counts, points = str(results["metric"]), facts.class_counts(results), results.get("points")
     decoding = facts.decoding_after_training(results)

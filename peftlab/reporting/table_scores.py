@@ -20,7 +20,7 @@ PUBLISHED = Path(__file__).with_name("published_tables.json")
 CONFIDENCE = 0.95  # of the comparison of two rows
 _DRAWS = 2000  # of examples, for the interval of a paired gain
 _ERRORS = ("loss", "perplexity", "bits_per_byte", "mse", "mae")  # how names of errors end: nll_loss, rmse, ...
-_UNBOUNDED = (*_ERRORS, "margin")
+_UNBOUNDED = (*_ERRORS, "margin", "reward")
 
 
 def lower_is_better(metric: str) -> bool:

@@ -23,6 +23,7 @@ import gzip
 import io
 import math
 import os
+import re
 import reprlib
 import zlib
 from collections import Counter
@@ -846,11 +847,14 @@ def items(value: object, separator: str | None = None) -> list[str] | None:
         separator: between the parts of a text, blanks around them removed; None: parts are separated by blanks.
 
     Returns:
-        None where the value is nothing of that kind, or an item is empty or not valid text.
+        None where the value is nothing of that kind, or an item is empty or not valid text; or a list as Python
+        writes it, in single quotes.
     """
     if isinstance(value, str) and value.lstrip().startswith("["):
         with suppress(ValueError):
             value = parse_json(value)
+        if isinstance(value, str) and re.fullmatch(r"\s*\[\s*'.*'\s*\]\s*", value, re.DOTALL):
+            return None
     if isinstance(value, str):
         value = value.split() if separator is None else [part.strip() for part in value.split(separator)]
     if not isinstance(value, list | tuple):

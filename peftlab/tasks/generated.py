@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from decimal import Decimal, DecimalException
 from importlib.util import find_spec
 from statistics import fmean
+from typing import cast
 
 from peftlab.errors import PeftlabError
 from peftlab.registry import resolve
@@ -259,9 +260,13 @@ def bleu(answers: Sequence[Answer]) -> float:
     import sacrebleu
 
     most = max(len(answer.references) for answer in answers)
-    # sacrebleu takes the n-th reference of every answer together; an empty text where there are fewer.
-    streams = [[answer.references[n] if n < len(answer.references) else "" for answer in answers] for n in range(most)]
-    return float(sacrebleu.corpus_bleu([answer.text for answer in answers], streams, lowercase=True).score)
+    # sacrebleu takes the n-th reference of every answer together; None where there are fewer, as "" would be one.
+    streams = [
+        [answer.references[n] if n < len(answer.references) else None for answer in answers] for n in range(most)
+    ]
+    return float(
+        sacrebleu.corpus_bleu([answer.text for answer in answers], cast(list[list[str]], streams), lowercase=True).score
+    )
 
 
 def nist(answers: Sequence[Answer]) -> float:

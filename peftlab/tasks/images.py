@@ -23,7 +23,7 @@ from peftlab.files import open_regular, typed_value
 from peftlab.models.load import eval_mode
 from peftlab.tasks.batches import Row
 from peftlab.tasks.conversations import Conversation, Picture
-from peftlab.tasks.data import Columns, Fault, Table, is_missing, label_indices, names, refuse
+from peftlab.tasks.data import FOLDER_COLUMNS, Columns, Fault, Table, is_missing, label_indices, names, refuse
 from peftlab.tasks.labelled import OneClass
 from peftlab.tasks.labelled_rows import Examples, load_own, refuse_faulty_rows
 from peftlab.tasks.problem import ModelSource
@@ -237,7 +237,8 @@ class ImageClass(OneClass):
     def read(self, table: Table, names: Sequence[str], data: DataConfig) -> list[object]:
         """Return the paths of a file's rows, or of a directory of images."""
         faults: list[Fault] = []
-        paths, _ = image_paths(table, (names or [data.image or "image"])[0], faults)
+        column = FOLDER_COLUMNS[0] if table.path.is_dir() else (names or [data.image or "image"])[0]
+        paths, _ = image_paths(table, column, faults)
         refuse(faults)
         return list(paths)
 

@@ -37,6 +37,7 @@ from peftlab.tasks.batches import (
     eval_batches,
     largest_id,
     model_inputs,
+    padding_or_end,
     padding_token,
     tokenise,
 )
@@ -172,8 +173,9 @@ def load_classifier(
     """
     processor = answers.processor(source)
     model, fresh = source.model(answers.auto_class, max_length, answers.head())
-    if isinstance(processor, PreTrainedTokenizerBase) and model.config.pad_token_id is None:
-        model.config.pad_token_id = processor.pad_token_id or processor.eos_token_id
+    if isinstance(processor, PreTrainedTokenizerBase) and (pad := padding_or_end(processor)) is not None:
+        for config in (model.config, model.config.get_text_config()):  # a decoder's head reads the last other token
+            config.pad_token_id = pad
     return processor, model, fresh
 
 

@@ -626,15 +626,25 @@ def row_choices(table: Table, names: Sequence[str] | None, faults: list[Fault]) 
 
 
 def _label_places(table: Table, column: str, choices: list[list[str]], faults: list[Fault]) -> list[int]:
-    """Return the place of each row's right choice: labels are places if all are whole numbers, else texts."""
+    """Return the place of each row's right choice: labels are places if all are whole numbers, else texts.
+
+    Texts that are numbers are read as what they can be, and refused where they can be both.
+    """
     values = table.column(column, "data.label")
     numbers = [_whole_number(value) for value in values]
-    if all(n is not None or is_missing(value) for n, value in zip(numbers, values, strict=True)):
-        found = [n if n is not None and 0 <= n < len(row) else None for n, row in zip(numbers, choices, strict=True)]
-    else:
-        found = [
-            row.index(str(value)) if str(value) in row else None for value, row in zip(values, choices, strict=True)
-        ]
+    places = [n if n is not None and 0 <= n < len(row) else None for n, row in zip(numbers, choices, strict=True)]
+    texts = [row.index(str(value)) if str(value) in row else None for value, row in zip(values, choices, strict=True)]
+    given = [row for row, value in enumerate(values) if choices[row] and not is_missing(value)]
+    all_numbers = all(n is not None or is_missing(value) for n, value in zip(numbers, values, strict=True))
+    if all_numbers and all(isinstance(values[row], str) and texts[row] is not None for row in given):
+        both = [row for row in given if places[row] is not None and places[row] != texts[row]]
+        if len(both) and all(places[row] is not None for row in given):
+            why = (
+                f"is {quoted(values[both[0]])}, the place of one choice and the text of another (write places from 0, "
+            )
+            faults += table.fault(column, why + "as numbers of jsonl, or other texts)", both)
+        all_numbers = False
+    found = places if all_numbers else texts
     bad = [r for r, place in enumerate(found) if place is None and choices[r] and not is_missing(values[r])]
     if bad:
         n, value = len(choices[bad[0]]), quoted(values[bad[0]])

@@ -55,7 +55,9 @@ from peftlab.tasks.language_examples import (
     collate,
     encode,
     encode_rows,
+    end_of_turn,
     fingerprint,
+    fit_length,
     tokenizer_of,
 )
 from peftlab.tasks.problem import ModelSource, RowSharing, TaskOptions, TaskProblem, mean_loss, score_batches
@@ -172,7 +174,7 @@ def prepare(task: Task, data: DataConfig, source: ModelSource, options: TaskOpti
         auto_class=auto_class,
         pipeline="image-text-to-text" if sees else "text-generation",
         sharing=None if sees else RowSharing(partial(pack, pad=pad), packing_fault),
-        sample=partial(sample, processor, next(iter(held.values()))[0]),
+        sample=partial(sample, processor, next(iter(held.values()))[0], options.max_length),
         contexts=partial(make_contexts, prompted_examples, processor, how, data.split_seed) if task.prompted else None,
     )
 
@@ -244,7 +246,7 @@ def count_left_out(
 def examples(
     task: Task, data: DataConfig, row: Source, tokenizer: Processor, max_length: int
 ) -> list[list[tuple[str, Tokens]]]:
-    """Return a row's examples, each as its sequences with their titles: one sequence without a title.
+    """Return a row's examples as they are trained, each as its sequences with their titles: one without a title.
 
     Args:
         task: the table's row.
@@ -253,7 +255,9 @@ def examples(
         tokenizer: the model's tokenizer.
         max_length: tokens of the longest example.
     """
-    return [[("", tokens)] for tokens in encode(row, tokenizer, encoding(task, data, max_length))]
+    how = encoding(task, data, max_length)
+    found = (part for tokens in encode(row, tokenizer, how) for part in fit_length(tokens, row.where, how))
+    return [[("", tokens)] for tokens in found]
 
 
 def encoding(task: Task, data: DataConfig, max_length: int) -> Encoding:
@@ -302,7 +306,7 @@ def _read_paragraphs(file: Path, data: DataConfig) -> Table:
     """Return a text file as rows: its paragraphs, which are separated by empty lines."""
     name = data.text[0] if data.text else "text"
     paragraphs, line = [], 1
-    for block in read_text(file).split("\n\n"):
+    for block in read_text(file).replace("\r\n", "\n").split("\n\n"):
         if block.strip():
             paragraphs.append((line, block.strip("\n")))
         line += block.count("\n") + 2
@@ -324,7 +328,8 @@ def _with_bin_names(table: Table, data: DataConfig, named: Named) -> tuple[Table
         refuse(faults)
         places, words = bin_classes(values, data.bins), list(data.bins)
         columns[column] = [None if place is None else words[place] for place in places]
-        kept = [row for row, place in enumerate(places) if place is not None]
+        absent = [is_missing(value) for value in table.columns[column]]  # left out as such, or refused where it is read
+        kept = [row for row, place in enumerate(places) if place is not None or absent[row]]
     inside = len(kept)
     if data.drop_missing:
         worded = replace(table, columns=columns)
@@ -357,12 +362,13 @@ def _hold_out(splits: dict[str, list[RowT]], validation: int | float, seed: int)
 
 
 @torch.no_grad()
-def sample(processor: Processor, row: Source, model: nn.Module) -> str:
+def sample(processor: Processor, row: Source, max_length: int, model: nn.Module) -> str:
     """Return the answer that a model decodes greedily to a held-out row.
 
     Args:
         processor: the model's tokenizer, or its processor where the row has images.
         row: the held-out row.
+        max_length: tokens of a text's end that the model reads at most.
         model: a causal language model.
     """
     bare: Unwrapped = getattr(model, "module", model)
@@ -371,14 +377,24 @@ def sample(processor: Processor, row: Source, model: nn.Module) -> str:
     if isinstance(row, Conversation) and row.pictures:
         inputs = prompt_inputs(processor, [text], [[picture.path for picture in row.pictures]])
     else:
-        ids = torch.tensor([prompt_ids(row, text, tokenizer)])
+        ids = torch.tensor([prompt_ids(row, text, tokenizer)[-max_length:]])
         inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     inputs = {key: value.to(bare.device) for key, value in inputs.items()}
+    length, own = inputs["input_ids"].shape[1], bare.generation_config.eos_token_id
+    positions = getattr(bare.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    room = _ANSWER if positions is None else min(_ANSWER, positions - length)
+    if room < 1:
+        return ""
+    ends = {*(own if isinstance(own, list) else [own]), *end_of_turn(tokenizer)} - {None}
     with eval_mode(bare):
         output = bare.generate(
-            **inputs, do_sample=False, max_new_tokens=_ANSWER, pad_token_id=padding_or_end(tokenizer)
+            **inputs,
+            do_sample=False,
+            max_new_tokens=room,
+            eos_token_id=sorted(ends) or None,
+            pad_token_id=padding_or_end(tokenizer),
         )
-    answer = output[0, inputs["input_ids"].shape[1] :]
+    answer = output[0, length:]
     return str(tokenizer.decode(answer, skip_special_tokens=True)).strip()
 
 

@@ -47,8 +47,7 @@ def load_preferences(
         data: the recipe's data section.
         classes: not used; the task has no classes.
     """
-    named = (data.prompt or "prompt", *SIDES)
-    splits, left_out = read_splits(task, data, read_preference, lambda table, row: named)
+    splits, left_out = read_splits(task, data, read_preference, lambda table, row: _columns(table, row, data))
     return task, splits, left_out
 
 
@@ -92,7 +91,7 @@ def prepare(task: Task, data: DataConfig, source: ModelSource, options: TaskOpti
         fingerprint=fingerprint(task.name, answers),
         auto_class="AutoModelForCausalLM",
         pipeline="text-generation",
-        sample=partial(sample, tokenizer, as_chat(next(iter(held.values()))[0].chosen, tokenizer)),
+        sample=partial(sample, tokenizer, as_chat(next(iter(held.values()))[0].chosen, tokenizer), options.max_length),
     )
 
 
@@ -110,7 +109,7 @@ def encoding(task: Task, data: DataConfig, max_length: int) -> Encoding:
 def examples(
     task: Task, data: DataConfig, row: Preference, tokenizer: PreTrainedTokenizerBase, max_length: int
 ) -> list[list[tuple[str, Tokens]]]:
-    """Return a row as one example of two sequences, to be shown to people.
+    """Return a row as one example of two sequences, to be shown to people; none where it is too long.
 
     Args:
         task: the table's row.
@@ -119,13 +118,20 @@ def examples(
         tokenizer: the model's tokenizer.
         max_length: tokens of the longest example.
     """
-    pair = encode_preference(row, tokenizer, encoding(task, data, max_length))
-    return [list(zip(SIDES, pair, strict=True))]
+    how = encoding(task, data, max_length)
+    pair = [fit_length(tokens, row.where, how) for tokens in encode_preference(row, tokenizer, how)]
+    return [[(side, tokens) for side, (tokens,) in zip(SIDES, pair, strict=True)]] if all(pair) else []
 
 
 # --- Rows: a prompt with a better and a worse answer.
 SIDES = ("chosen", "rejected")
 _PROMPTS = ("prompt", "messages", "conversations")
+
+
+def _columns(table: Table, row: int, data: DataConfig) -> tuple[str, ...]:
+    """Return the columns without whose value a row is left out: whole chats contain their prompt."""
+    whole = any(isinstance(table.columns[side][row], list) for side in SIDES if side in table.columns)
+    return SIDES if whole else (data.prompt or "prompt", *SIDES)
 
 
 @dataclass(frozen=True)
@@ -153,14 +159,16 @@ def read_preference(table: Table, row: int, data: DataConfig) -> Preference:
         PeftlabError: a column or an answer is missing, a turn is not one, or the two answers are not to one prompt.
     """
     where, values = table.where(row), {name: column[row] for name, column in table.columns.items()}
-    named = data.prompt or next((name for name in _PROMPTS if name in values), None)
+    named = data.prompt or next((name for name in _PROMPTS if not is_missing(values.get(name))), None)
     prompt = None if named is None else table.column(named, "data.prompt")[row]
     found = {side: table.column(side, "task text/preference")[row] for side in SIDES}
     for side, answer in found.items():
         if is_missing(answer) or answer == []:
             raise PeftlabError(f"{where}: no {side} answer")
-    if isinstance(prompt, str) and prompt.strip() and all(isinstance(answer, str) for answer in found.values()):
-        chosen, rejected = (Completion(prompt, str(answer), where) for answer in found.values())
+    alone = is_missing(values.get("system")) and is_missing(values.get("tools"))
+    texts = isinstance(prompt, str) and prompt.strip() and all(isinstance(answer, str) for answer in found.values())
+    if alone and texts:
+        chosen, rejected = (Completion(str(prompt), str(answer), where) for answer in found.values())
         return Preference(chosen, rejected, where)
     better, worse = (_messages(prompt, answer, side, where) for side, answer in found.items())
     if better[:-1] != worse[:-1]:

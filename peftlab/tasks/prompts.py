@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeGuard
 
 from peftlab.errors import PeftlabError
+from peftlab.files import parse_json
 from peftlab.models.image_tokens import LIMIT
 from peftlab.references import locate
 from peftlab.tasks.conversations import Message, chat_ids
@@ -21,7 +23,8 @@ if TYPE_CHECKING:
 
 _TEXTS = ("prompt", "text")
 _QUESTIONS = ("question", "instruction")
-_PROMPTS = (*_TEXTS, *_QUESTIONS, "messages", "turns", "prompt_ids")
+_LISTS = ("messages", "turns", "prompt_ids")
+_PROMPTS = (*_TEXTS, *_QUESTIONS, *_LISTS)
 _RESPONSES = ("response", "completion", "answer", "output", "response_ids")
 
 
@@ -327,6 +330,9 @@ def _filled_column(table: Table, field: str) -> Sequence[object]:
 
 
 def _prompt(id_: str, category: str, name: str, value: object, where: str, home: Path) -> Prompt:
+    if name in _LISTS and isinstance(value, str) and value.lstrip().startswith("["):  # a cell of a csv file
+        with suppress(ValueError):
+            value = parse_json(value)
     if name == "turns" and isinstance(value, list) and value:
         value = value[0]
     if isinstance(value, str) and is_unicode(value):

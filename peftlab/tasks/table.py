@@ -92,6 +92,7 @@ class Task:
 _PAIR = ("sentence1", "sentence2")
 _NLI = ("entailment", "neutral", "contradiction")
 _MNLI_SPLITS = ("validation_matched", "validation_mismatched")
+_OWN_SPLITS = ("validation", "test")
 _glue = partial(Task, load="peftlab.tasks.glue:load_glue", check="peftlab.tasks.table:check_glue")
 _language = partial(
     Task,
@@ -101,8 +102,13 @@ _language = partial(
     load="peftlab.tasks.language:load_language",
     check="peftlab.tasks.table:check_language",
 )
-_own = partial(Task, load="peftlab.tasks.labelled_rows:load_text_task", check="peftlab.tasks.table:check_own")
-_rows = partial(Task, check="peftlab.tasks.table:check_rows")
+_own = partial(
+    Task,
+    evaluation=_OWN_SPLITS,
+    load="peftlab.tasks.labelled_rows:load_text_task",
+    check="peftlab.tasks.table:check_own",
+)
+_rows = partial(Task, evaluation=_OWN_SPLITS, check="peftlab.tasks.table:check_rows")
 _NUMBER = "peftlab.tasks.labelled:Number"
 
 _BUILT_IN = (
@@ -154,6 +160,7 @@ _BUILT_IN = (
     Task(
         "image/classification",
         metrics=("accuracy", "f1"),
+        evaluation=_OWN_SPLITS,
         image=True,
         answers="peftlab.tasks.images:ImageClass",
         columns="peftlab.tasks.data:image_columns",
@@ -406,6 +413,8 @@ def check_language(task: Task, data: DataConfig) -> list[Problem]:
         problems.append((("data",), f"data.{missing}: missing; name both columns, prompt and completion, or neither"))
     if "messages" in given and "prompt" in given:
         problems.append((("data", "messages"), "data.messages: the chat is in one column or in two, not both"))
+    if task.name == "text/plain" and len(data.text or ()) > 1:
+        problems.append((("data", "text"), "data.text: task text/plain has one column of text"))
     if "bins" in given and "completion" not in given:
         problems.append((("data", "bins"), "data.bins: needs data.completion, the column with the numbers"))
     return problems + _not_taken(task, given - _TAKES[task.name] - {"path", "validation", "drop_missing"})

@@ -94,15 +94,15 @@ def train(
     log = Log(run_dir / "metrics.jsonl", accelerator, progress.step, progress.metrics_bytes, order)
     with log, StopSignals(accelerator) as signals:
         clock = time.perf_counter()
-        for batch in trainer.batches(order, selection):
-            if settings.early_stopping and progress.stale >= settings.early_stopping:
-                break
+        patience = settings.early_stopping or math.inf
+        for batch in trainer.batches(order, selection) if progress.stale < patience else ():
             factor = lr_factor(progress.step, order.total, settings.warmup, settings.scheduler)
             loss, norm = trainer.step(batch, factor, order.total)
             step = progress.step
             progress.seconds += time.perf_counter() - clock  # waiting for data counts, evaluation does not
             speed = progress.tokens / max(progress.seconds, 1e-9)
-            skipped = trainer.optimiser.step_was_skipped
+            # A fused optimiser skips the step itself where scaled gradients overflow, and accelerate does not see it.
+            skipped = trainer.optimiser.step_was_skipped or accelerator.scaler is not None
             log.step(step, settings.peak_lr * factor, loss, norm, skipped, batch.indices, speed)
             trainer.check_first_steps()
             stop = signals.received()
@@ -116,6 +116,8 @@ def train(
                 trainer.save(checkpoints, saved)
             if stop and step < order.total:
                 raise Interrupted(stop, step, run_dir)
+            if progress.stale >= patience:
+                break
             clock = time.perf_counter()
     restore_adapter(final, read_checkpoint(checkpoint_path(checkpoints, progress.best_step)))
     problem.model = final.eval()  # what follows decodes, scores or times it: with dropout every pass would differ
@@ -161,6 +163,12 @@ class Trainer:
                 raise PeftlabError(
                     f"train.{key}: {name} divides parameters or averages; train in plain processes (DDP)"
                 )
+        stored = {parameter.dtype for parameter in trainable_parameters(problem.model).values()}
+        if settings.precision == "fp16" and torch.float16 in stored:
+            raise PeftlabError(
+                "train.precision: fp16 scales the loss, and the gradients of weights in fp16 cannot be scaled back; "
+                "store the weights that train in fp32 or bf16"
+            )
         self.emulation = None if settings.emulate is None else Emulation(problem.model, settings.emulate)
         optimiser = make_optimiser(trainable_parameters(problem.model), settings, problem.lr_ratio, problem.optimizer)
         self.model: nn.Module
@@ -172,7 +180,13 @@ class Trainer:
         compiled = settings.compile and try_compile(problem, accelerator)
         self.first_steps: FirstStepsCheck | None = None
         if self.progress.step == 0 and problem.new:
-            rounded = settings.weights is not None or settings.emulate is not None
+            narrow = bool(stored & {torch.bfloat16, torch.float16})
+            rounded = settings.weights is not None or settings.emulate is not None or narrow
+            if narrow and settings.weights is None:
+                accelerator.print(
+                    "the weights that train are stored in 16 bits, and each step is rounded to the nearest: small "
+                    "steps are lost (train.weights=bf16_stochastic keeps their mean, base.dtype=fp32 all of them)"
+                )
             self.first_steps = FirstStepsCheck(problem.model, gradients_kept=not zero, moves=not rounded)
         self.model.train()
         self.parts = settings.gradient_accumulation_steps * accelerator.num_processes
@@ -266,8 +280,10 @@ class Trainer:
         self.optimiser.step()
         if self.emulation is not None:
             self.emulation.store()
-        if self.first_steps is not None and self.accelerator.sync_gradients and not self.optimiser.step_was_skipped:
-            self.first_steps.record_step(lr, resting)
+        if self.first_steps is not None and self.accelerator.sync_gradients:
+            overflow = self.accelerator.scaler is not None and not math.isfinite(float(norm))
+            if not overflow and not self.optimiser.step_was_skipped:
+                self.first_steps.record_step(lr, resting)
         self.optimiser.zero_grad()
         return norm
 

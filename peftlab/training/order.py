@@ -91,7 +91,7 @@ def make_order(lengths: Sequence[int], settings: TrainConfig, capacity: int = 0)
         if settings.max_steps and ends[-1] >= settings.max_steps:
             return Order(plan, ends[1:], settings.max_steps)
         if not settings.max_steps and epoch + 1 >= settings.epochs:
-            return Order(plan, ends[1:], ends[-2] + math.ceil((settings.epochs - epoch) * steps))
+            return Order(plan, ends[1:], ends[-2] + math.ceil(round((settings.epochs - epoch) * steps, 6)))
     raise AssertionError("unreachable")
 
 

@@ -75,8 +75,8 @@ class Progress:
     scoring_flops: int = 0
 
     def cost(self, model: nn.Module) -> Cost | None:
-        """Return what the run has cost so far, scoring included; None where steps are not counted."""
-        if not self.step_costs:
+        """Return what the run has cost so far, scoring included; None where steps are not, or not all, counted."""
+        if not self.step_costs or not self.step_kinds.keys() <= self.step_costs.keys():
             return None
         forward, backward = (sum(self.step_costs[kind][i] * n for kind, n in self.step_kinds.items()) for i in (0, 1))
         kept, optimiser = (max(costs[i] for costs in self.step_costs.values()) for i in (2, 3))
@@ -370,7 +370,7 @@ class Log:
             lr: the learning rate of the step.
             loss: its mean loss, a scalar.
             norm: the gradient's norm before clipping, a scalar.
-            skipped: whether the optimiser left the step out, as scaling in fp16 does where a gradient overflows.
+            skipped: whether the optimiser leaves a step out whose gradient overflows, as scaling in fp16 does.
             batch: indices of the global batch's examples.
             speed: tokens per second of the run so far.
         """
