@@ -30,7 +30,7 @@ from peftlab.methods.base import (
     like_adapted,
 )
 from peftlab.methods.config import METHODS, MethodConfig, config_class, own_config
-from peftlab.models.quantised import elements, keep_layout
+from peftlab.models.quantised import elements, is_coded, keep_layout
 from peftlab.registry import resolve
 from peftlab.untyped import Attributes
 
@@ -68,6 +68,7 @@ def inject(model: ModelT, config: MethodConfig | PeftConfig, *, name: str = DEFA
             what would train in place is stored in 4 or 8 bits.
     """
     config = own_config(config)
+    refuse_compiled(model)
     with room_for_adapter(model, name):
         keep_layout(model)
         plan = plan_injection(model, config)
@@ -77,15 +78,20 @@ def inject(model: ModelT, config: MethodConfig | PeftConfig, *, name: str = DEFA
         refuse_patched({leaf: modules[leaf] for leaf in plan.replace})
         parameters = dict(model.named_parameters())
         for trained in plan.train:
-            if not parameters[trained].is_floating_point():
+            if not parameters[trained].is_floating_point() or is_coded(parameters[trained]):
                 raise PeftlabError(
                     f"method {config.name} would train {trained} in place, which is stored in 4 or 8 bits: codes have "
                     "no gradient. Load the base, or this module (llm_int8_skip_modules), in 16 or 32 bits, or choose "
                     "lora"
                 )
+        if "" in plan.replace:
+            raise PeftlabError(
+                f"the model is itself the {type(model).__name__} to adapt, and no module holds it; put it into one"
+            )
         adapted = {leaf: make(modules[leaf]) for leaf, make in plan.replace.items()}
         originals = {trained: on_cpu(parameters[trained]) for trained in plan.train}
-        was_trainable = [key for key, parameter in parameters.items() if parameter.requires_grad]
+        every = model.named_parameters(remove_duplicate=False)  # after a merge a shared weight may have several names
+        was_trainable = [key for key, parameter in every if parameter.requires_grad]
         # Nothing above has touched the model; nothing below can fail.
         model.requires_grad_(False)
         for trained in plan.train:
@@ -207,8 +213,9 @@ def print_trainable_parameters(model: nn.Module) -> None:
 def disabled(model: nn.Module) -> Iterator[None]:
     """Within the block ``model`` is the base model: parameters trained in place have their old values too."""
     injection = injection_of(model)
-    leaves = [module for module in model.modules() if isinstance(module, Adapted)]
-    trained = swap(model, injection.originals)
+    leaves = [module for module in model.modules() if isinstance(module, Adapted) and module.enabled]
+    # The values come back bit for bit, so that the backward pass of what was computed before may follow.
+    trained = swap(model, injection.originals, noted=False)
     for leaf in leaves:
         leaf.enabled = False
     try:
@@ -216,7 +223,7 @@ def disabled(model: nn.Module) -> Iterator[None]:
     finally:
         for leaf in leaves:
             vars(leaf).pop("enabled", None)
-        swap(model, trained)
+        swap(model, trained, noted=False)
 
 
 def remove(model: ModelT) -> ModelT:
@@ -361,6 +368,8 @@ def injection_of(model: nn.Module) -> Injection:
     """Return what was injected into ``model``; raises ``PeftlabError`` if nothing was."""
     if not is_injected(model):
         name = type(model).__name__
+        if hasattr(model, _CHANGING):
+            raise PeftlabError(f"this {name} is within peftlab.adapter_names, which computes with several adapters")
         raise PeftlabError(f"this {name} has no injected method; call peftlab.inject(model, config) first")
     return getattr(model, _ACTIVE)
 
@@ -388,6 +397,12 @@ def detach(model: ModelT, injection: Injection) -> ModelT:
     return model
 
 
+def refuse_compiled(model: nn.Module) -> None:
+    """Raise ``PeftlabError`` for what ``torch.compile`` returned: the model is within it, under other names."""
+    if hasattr(model, "_orig_mod"):
+        raise PeftlabError("this is what torch.compile returned; give the model that it was given (model._orig_mod)")
+
+
 def refuse_patched(leaves: Mapping[str, nn.Module]) -> None:
     """Raise ``PeftlabError`` if one of the leaves, by name, has a forward that would go on computing what it did."""
     patched = next((name for name, leaf in leaves.items() if "forward" in vars(leaf)), None)
@@ -412,18 +427,19 @@ def refuse_others(model: nn.Module, what: str) -> None:
         )
 
 
-def swap(model: nn.Module, values: dict[str, Tensor]) -> dict[str, Tensor]:
+def swap(model: nn.Module, values: dict[str, Tensor], *, noted: bool = True) -> dict[str, Tensor]:
     """Set parameters to ``values`` and return what they were, on the CPU.
 
     Args:
         model: changed in place. values: by the parameters' names.
+        noted: whether autograd refuses the backward pass of what was computed with the values before.
     """
     before = {}
     with torch.no_grad():
         for name, value in values.items():
             parameter = model.get_parameter(name)
             before[name] = on_cpu(parameter)
-            parameter.copy_(value)
+            (parameter if noted else parameter.data).copy_(value)
     return before
 
 
@@ -538,6 +554,7 @@ def without_adapters(model: nn.Module) -> Iterator[dict[str, Stored]]:
 @contextmanager
 def rearranged(model: nn.Module) -> Iterator[dict[str, Stored]]:
     """Within the block the stored adapters are those yielded, to be changed, and have no tensors in the model."""
+    refuse_compiled(model)
     others = _others(model)
     leaves = {name: model.get_submodule(name) for injection in _injections(model) for name in injection.replaced}
     if hasattr(model, _CHANGING) or any(isinstance(leaf, Adapted) and not leaf.enabled for leaf in leaves.values()):

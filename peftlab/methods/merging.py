@@ -11,7 +11,16 @@ from torch import Tensor, nn
 from peftlab.errors import PeftlabError
 from peftlab.methods.base import Adapted, addition, base_leaf, exchange, refuse_unfoldable
 from peftlab.methods.config import METHODS
-from peftlab.methods.inject import Injection, attach, detach, injection_of, is_injected, refuse_others
+from peftlab.methods.inject import (
+    Injection,
+    attach,
+    detach,
+    injection_of,
+    is_injected,
+    refuse_compiled,
+    refuse_others,
+)
+from peftlab.models.quantised import is_coded
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 _ATTRIBUTE = "peftlab_merged"  # of a model that was merged with keep=True
@@ -47,15 +56,18 @@ def merge(model: ModelT, *, keep: bool = False) -> ModelT:
         PeftlabError: the method or one of its leaves has no linear fold, a weight to fold into is quantised, or the
             model has other adapters too.
     """
+    refuse_compiled(model)
     injection = injection_of(model)
     refuse_others(model, "merge")
+    if keep and hasattr(model, _ATTRIBUTE):
+        raise PeftlabError("an adapter is merged with keep=True already; peftlab.unmerge(model) first")
     if not METHODS[injection.config.name].folds:
         raise PeftlabError(
             f"method {injection.config.name} has no linear fold; keep the adapter and load it with peftlab.load_adapter"
         )
     for name in injection.replaced:
         for key, weight in model.get_submodule(name).named_parameters(recurse=False):
-            if type(weight.data) is not Tensor or not weight.is_floating_point():
+            if type(weight.data) is not Tensor or not weight.is_floating_point() or is_coded(weight):
                 kind = type(weight.data if type(weight.data) is not Tensor else weight).__name__
                 raise PeftlabError(
                     f"{name}.{key} is quantised ({kind}): a sum would be rounded to its few levels. Save the adapter; "
@@ -87,6 +99,7 @@ def merge(model: ModelT, *, keep: bool = False) -> ModelT:
     if untied:
         _set_tied(model, False)
         shared = _untie(model)
+    vars(model).pop(_ATTRIBUTE, None)  # what an earlier merge kept does not lead back any more
     if keep:
         setattr(model, _ATTRIBUTE, _Merged(injection, adapted, tied_before, shared))
     return detach(model, injection)
@@ -103,7 +116,14 @@ def unmerge(model: ModelT) -> ModelT:
     if is_injected(model):
         raise PeftlabError("something was injected after the merge; call peftlab.remove(model) first")
     merged: _Merged = getattr(model, _ATTRIBUTE)
+    for name, leaf in merged.adapted.items():  # it was not moved with the model
+        like, kept = (next(module.parameters()) for module in (model.get_submodule(name), leaf))
+        if like.dtype != kept.dtype:
+            leaf.to(like.dtype)
+        leaf.to(like.device)
     for name, parameter in merged.shared.items():
+        like = model.get_parameter(name)
+        parameter.data = parameter.data.to(like.device, like.dtype)
         _put(model, name, parameter)
     exchange(model, merged.adapted)
     if merged.tied is not None:

@@ -167,8 +167,6 @@ class MixedLeaf(AnyLeaf):
     name: str
 
     def forward(self, *args: object, **kwargs: object) -> Tensor:
-        if not self.enabled:
-            return super().forward(*args, **kwargs)
         first = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
         if isinstance(self, nn.Embedding) and first.shape[0] == 1:  # the positions, which all rows share
             first = first.expand(self.rows.batch, *first.shape[1:])

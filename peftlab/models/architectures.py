@@ -169,6 +169,18 @@ QUERY_VALUE: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 
 
+# model_type -> modules whose weights the module above them uses without calling them, by name suffix: as an argument of
+# a fused kernel, or in a product of its own. A low-rank addition to one would not act.
+UNCALLED: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("mamba", "falcon_mamba"), ("conv1d", "x_proj", "dt_proj", "out_proj")),
+    **dict.fromkeys(
+        ("mamba2", "bamba", "zamba2", "granitemoehybrid", "nemotron_h", "falcon_h1"), ("conv1d", "out_proj")
+    ),
+    "jamba": ("conv1d", "dt_proj"),
+    "wavlm": ("q_proj", "k_proj", "v_proj", "out_proj"),
+}
+
+
 # Name suffixes of query projections with a bias of their own, for BitFit's sparse variant.
 QUERIES = ("query", "q_proj", "q_lin", "query_proj", "attn.q")
 

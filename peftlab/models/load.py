@@ -28,7 +28,15 @@ from peftlab.errors import PeftlabError, reason
 from peftlab.files import is_url, read_object
 from peftlab.models.architectures import inside, task_head
 from peftlab.models.config import BaseConfig, find_model
-from peftlab.models.quantised import DTYPES, base_format, compute_dtype, keep_layout, quantise, quantised_linears
+from peftlab.models.quantised import (
+    DTYPES,
+    base_format,
+    compute_dtype,
+    is_coded,
+    keep_layout,
+    quantise,
+    quantised_linears,
+)
 from peftlab.references import locate, similar_path, snapshot, unreachable
 from peftlab.untyped import Attributes, Converter, Function, Processor, Unwrapped
 
@@ -216,7 +224,7 @@ def _cast_unquantised(model: PreTrainedModel, dtype: torch.dtype) -> None:
             module.weight.quant_state.dtype = module.compute_dtype = dtype
     wide = [name for name, kept in model._get_dtype_plan(dtype).items() if kept == torch.float32]
     for name, parameter in model.named_parameters():
-        if parameter.is_floating_point() and not any(part in name for part in wide):
+        if parameter.is_floating_point() and not is_coded(parameter) and not any(part in name for part in wide):
             parameter.data = parameter.data.to(dtype)
     model.config.dtype = dtype
 

@@ -66,7 +66,7 @@ def _named(name: str, option: str, known: dict[str, torch.dtype]) -> torch.dtype
 def is_quantised(module: nn.Module) -> bool:
     """Whether ``module`` is a linear map whose weight is stored in 4 or 8 bits by bitsandbytes."""
     weight = module._parameters.get("weight")
-    return isinstance(module, nn.Linear) and weight is not None and _coded(weight)
+    return isinstance(module, nn.Linear) and weight is not None and is_coded(weight)
 
 
 def quantised_linears(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
@@ -76,7 +76,8 @@ def quantised_linears(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
             yield name, module
 
 
-def _coded(weight: Tensor) -> bool:
+def is_coded(weight: Tensor) -> bool:
+    """Whether a parameter is bitsandbytes' codes of 4 or 8 bits, in whatever dtype it stores them."""
     kind = type(weight).__name__  # told by name: a model without such weights needs no bitsandbytes
     return kind == "Params4bit" or (kind == "Int8Params" and weight.dtype == torch.int8)
 

@@ -36,6 +36,7 @@ from peftlab.models.vectors import (
     this_thread,
     total,
 )
+from peftlab.untyped import Attributes
 
 _ROWS = 4  # that are multiplied together
 
@@ -216,6 +217,9 @@ def _work(pointer):
             add_gradient_of_x(task, first)
 
 
+_FLOATS: Attributes = {"dtype": torch.float32, "device": "cpu"}  # whatever torch's defaults are
+
+
 def narrow_product(x: Tensor, a: Tensor, dropped: Dropped | None) -> Tensor:
     """Return (x∘keep)·Aᵀ, shape (N, r), in x's dtype; sums are in float32.
 
@@ -223,7 +227,7 @@ def narrow_product(x: Tensor, a: Tensor, dropped: Dropped | None) -> Tensor:
         x: (N, in) of float32 or bfloat16, row after row, in a multiple of 16. a: (r, in). dropped: None keeps all.
     """
     wide = _even(a)
-    h = torch.empty(-(-len(x) // _ROWS) * _ROWS, len(wide))
+    h = torch.empty(-(-len(x) // _ROWS) * _ROWS, len(wide), **_FLOATS)
     _run(dropped, len(x), backward=False, x=x, a=wide, h=h)
     add_flops(2 * x.numel() * len(a))
     return h[: len(x), : len(a)].to(x.dtype)
@@ -239,11 +243,11 @@ def narrow_gradients(
         grad_x: (N, in), or None where x has no gradient. dropped: as in ``narrow_product``.
     """
     wide, rows = _even(a), len(grad_h)
-    h = torch.zeros(-(-rows // _ROWS) * _ROWS, len(wide))
+    h = torch.zeros(-(-rows // _ROWS) * _ROWS, len(wide), **_FLOATS)
     h[:rows, : len(a)] = grad_h
     given = {"a": wide, "h": h} | ({} if grad_x is None else {"grad_x": grad_x})
     if x is not None:
-        given |= {"x": x, "grad_a": torch.zeros(torch.get_num_threads(), *wide.shape)}
+        given |= {"x": x, "grad_a": torch.zeros(torch.get_num_threads(), *wide.shape, **_FLOATS)}
     _run(dropped, rows, backward=True, **given)
     add_flops(2 * rows * a.numel() * sum(each is not None for each in (x, grad_x)))
     return None if x is None else given["grad_a"].sum(0)[: len(a)].to(a.dtype)
@@ -251,7 +255,7 @@ def narrow_gradients(
 
 def _even(a: Tensor) -> Tensor:
     """Return A in float32 with an even number of rows, a zero row behind an odd one."""
-    wide = torch.zeros(len(a) + len(a) % 2, a.shape[1])
+    wide = torch.zeros(len(a) + len(a) % 2, a.shape[1], **_FLOATS)
     wide[: len(a)] = a
     return wide
 
@@ -263,7 +267,7 @@ def _run(dropped: Dropped | None, rows: int, *, backward: bool, **tensors: Tenso
         dropped: None keeps all. rows: of activations. backward: gradients. tensors: by their names in ``_TASK``.
     """
     task, width = np.zeros(1, _TASK), tensors["a"].shape[1]
-    tensors["room"] = torch.empty(torch.get_num_threads(), _ROWS, width)
+    tensors["room"] = torch.empty(torch.get_num_threads(), _ROWS, width, **_FLOATS)
     for name, tensor in tensors.items():
         task[name] = tensor.data_ptr()
     task["half"] = any(tensor.dtype == torch.bfloat16 for tensor in tensors.values())

@@ -426,13 +426,13 @@ def stored_transposed(module: nn.Module, weight: Tensor) -> bool:
 
 
 def adapt_experts(
-    module: nn.Module, ranks: dict[str, int], scales: dict[str, float], init: Callable[[Tensor], None]
+    module: nn.Module, ranks: dict[str, int], scales: dict[str, float], init: Callable[[Tensor, int], None]
 ) -> nn.Module:
     """Return ``module`` with a low-rank addition on the parameters named in ``ranks``.
 
     Args:
         module: whose parameters ``ranks`` names. ranks, scales: rank and factor of B·A by the parameter's name.
-        init: function that fills A in place; B starts at zero.
+        init: function that fills A, of a rank, in place; B starts at zero.
     """
     new = recast(adapted_class(LoraExperts, type(module)), module)
     new.adapted = dict(scales)
@@ -443,7 +443,7 @@ def adapt_experts(
             d_out, d_in = d_in, d_out
         like: Attributes = {"device": weight.device, "dtype": trainable_dtype(weight)}
         a = torch.empty(rank * experts, d_in, **like)
-        init(a)
+        init(a, rank)
         new.register_parameter(f"{name}_lora_A", nn.Parameter(a))
         new.register_parameter(f"{name}_lora_B", nn.Parameter(torch.zeros(d_out, rank * experts, **like)))
     return new
@@ -571,8 +571,6 @@ class MixedLinear(AnyLeaf):
             y = frozen_linear(x, partial(dequantised, self), self.bias, self.out_features)
         else:
             y = super().forward(x)
-        if not self.enabled:
-            return y
         length = self.rows.length(x, self.name)
         y = y.contiguous()
         with torch.autocast(x.device.type, enabled=False):

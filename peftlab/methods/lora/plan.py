@@ -38,6 +38,7 @@ from peftlab.methods.lora.layers import (
 from peftlab.models.architectures import (
     FUSED,
     QUERY_VALUE,
+    UNCALLED,
     conv1d,
     embeddings_of,
     generates_text,
@@ -74,7 +75,7 @@ def plan(model: nn.Module, config: LoraConfig) -> Plan:
     if _target_modules(model, config) == ALL_LINEAR and not config.target_parameters:
         _note_other_weights(model)
     parts = _targets(model, config, body)
-    experts = _expert_targets(model, config)
+    experts = _expert_targets(model, config, parts)
     copied = {} if config.ensure_weight_tying else leaves_shared_elsewhere(model, whole)
     adapted = [*parts, *(f"{module}.{name}" for module, names in experts.items() for name in names)]
     for pattern in (*config.rank_pattern, *config.alpha_pattern):
@@ -92,7 +93,7 @@ def plan(model: nn.Module, config: LoraConfig) -> Plan:
         ranks = {name: _rank(config, f"{module}.{name}") for name in names}
         scales = {name: config.scale(f"{module}.{name}") for name in names}
         replace[module] = partial(
-            adapt_experts, ranks=ranks, scales=scales, init=partial(_fill_a, config=config, rank=config.r)
+            adapt_experts, ranks=ranks, scales=scales, init=lambda a, rank: _fill_a(a, config, rank)
         )
     replace |= {name: partial(with_unshared_parameters, shared=shared) for name, shared in copied.items()}
     tokens = token_targets(model, config) if config.trainable_token_indices else {}
@@ -105,7 +106,21 @@ def plan(model: nn.Module, config: LoraConfig) -> Plan:
     replace |= tokens
     in_place = parameters_under(model, [name for name in whole if name not in copied])
     own = {f"{leaf}.{name}" for leaf, names in copied.items() for name in names}
-    return Plan(replace, [n for n in in_place if n not in own] + _biases(model, config, list(parts), whole))
+    in_place = [name for name in in_place if name not in own]
+    _refuse_trained_weights(model, parts, in_place)
+    return Plan(replace, in_place + _biases(model, config, list(parts), whole))
+
+
+def _refuse_trained_weights(model: nn.Module, leaves: Iterable[str], in_place: Iterable[str]) -> None:
+    """Refuse a low-rank addition to a weight that trains itself, under another name: only its own use would train."""
+    trained = {id(model.get_parameter(name)): name for name in in_place}
+    for leaf in leaves:
+        for parameter in model.get_submodule(leaf).parameters(recurse=False):
+            if (name := trained.get(id(parameter))) is not None:
+                raise PeftlabError(
+                    f"target_modules: {leaf} shares its weight with {name}, which trains whole (modules_to_save); name "
+                    "one of the two, or set ensure_weight_tying: false"
+                )
 
 
 def _note_other_weights(model: nn.Module) -> None:
@@ -130,7 +145,7 @@ def _targets(model: nn.Module, config: LoraConfig, body: list[str]) -> dict[str,
         excluded = set(match(names, config.exclude_modules, what="exclude_modules"))
         names = [name for name in names if name not in excluded]
     names += [name for name in _named_by_weight(model, config, body) if name not in names]
-    names = in_layers(names, config.layers_to_transform, config.layers_pattern)
+    names = in_layers(names, config.layers_to_transform, config.layers_pattern, _expert_names(model, config))
     if not names and not config.target_parameters:
         narrowing = "exclude_modules" if config.exclude_modules else "layers_to_transform"
         raise PeftlabError(f"target_modules: nothing is left to train after {narrowing}")
@@ -237,20 +252,25 @@ def fused_parts(model: nn.Module, modules: Iterable[str]) -> dict[str, Tensor]:
 
 
 def in_layers(
-    names: Iterable[str], layers: list[int] | int | None, pattern: list[str] | str | None = None
+    names: Iterable[str],
+    layers: list[int] | int | None,
+    pattern: list[str] | str | None = None,
+    others: Iterable[str] = (),
 ) -> list[str]:
     """Return those of ``names`` in the given layers; a layer that does not exist is an error.
 
     Args:
         names: of modules or parameters. layers: numbers of layers; None: all.
         pattern: names or regular expressions of the list that the numbers count (``layers_pattern``); None: the first.
+        others: further names, in whose layers a number may be, too.
     """
     if layers is None:
         return list(names)
     patterns = [pattern] if isinstance(pattern, str) else pattern or []
     numbers = {name: layer_index(name, patterns) for name in names}
     wanted = [layers] if isinstance(layers, int) else list(layers)
-    present = sorted({number for number in numbers.values() if number is not None})
+    elsewhere = (layer_index(name, patterns) for name in others)
+    present = sorted({number for number in (*numbers.values(), *elsewhere) if number is not None})
     missing = [number for number in wanted if number not in present]
     if missing:
         raise PeftlabError(f"layers_to_transform: no layer {missing[0]}; there are {present[0]} to {present[-1]}"
@@ -258,16 +278,22 @@ def in_layers(
     return [name for name, number in numbers.items() if number in wanted]
 
 
-def _expert_targets(model: nn.Module, config: LoraConfig) -> dict[str, list[str]]:
-    """Return the parameters to adapt by the module that holds them."""
+def _expert_names(model: nn.Module, config: LoraConfig) -> list[str]:
+    """Return the parameters outside of linear maps that ``target_parameters`` names."""
     if not config.target_parameters:
-        return {}
+        return []
     outside, linear = _parameters(model), [f"{name}.weight" for name in _linear(model, adaptable(model))]
-    named = [
-        n for n in match([*outside, *linear], config.target_parameters, what="target_parameters") if n in set(outside)
-    ]
+    named = match([*outside, *linear], config.target_parameters, what="target_parameters")
+    return [name for name in named if name in set(outside)]
+
+
+def _expert_targets(model: nn.Module, config: LoraConfig, modules: Iterable[str]) -> dict[str, list[str]]:
+    """Return the parameters to adapt by the module that holds them; ``modules``: adapted, in whose layers as well."""
+    named = _expert_names(model, config)
+    if not named:
+        return {}
     found: dict[str, list[str]] = {}
-    for name in in_layers(named, config.layers_to_transform, config.layers_pattern):
+    for name in in_layers(named, config.layers_to_transform, config.layers_pattern, modules):
         module, _, parameter = name.rpartition(".")
         found.setdefault(module, []).append(parameter)
     if config.lora_dropout or config.use_dora:
@@ -453,7 +479,7 @@ def matching_only(model: nn.Module, config: LoraConfig) -> tuple[LoraConfig, dic
 
 def adaptable(model: nn.Module) -> dict[str, nn.Module]:
     """Return the leaves that LoRA can act on, by name."""
-    passed_over = [*uncalled_modules(model), *_fast_path_attention(model)]
+    passed_over = [*uncalled_modules(model), *_fast_path_parts(model)]
     return {
         name: module
         for name, module in model.named_modules()
@@ -462,21 +488,30 @@ def adaptable(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def uncalled_modules(model: nn.Module) -> list[str]:
-    """Return the output projections of ``MultiheadAttention``: it uses their weights and never calls them."""
-    return [f"{name}.out_proj".lstrip(".") for name, m in model.named_modules() if isinstance(m, nn.MultiheadAttention)]
+    """Return the modules whose weights another one uses without calling them.
+
+    They are the output projections of ``MultiheadAttention``, and those of the table by model type (``UNCALLED``).
+    """
+    own = UNCALLED.get(model_type(model), ())
+    return [
+        *(f"{name}.out_proj".lstrip(".") for name, m in model.named_modules() if isinstance(m, nn.MultiheadAttention)),
+        *(name for name, _ in model.named_modules() if any(has_suffix(name, suffix) for suffix in own)),
+    ]
 
 
-def _fast_path_attention(model: nn.Module) -> list[str]:
-    """Return attention that torch passes over where there is no gradient: it uses the weights of the whole layer."""
+def _fast_path_parts(model: nn.Module) -> list[str]:
+    """Return what torch passes over where there is no gradient: an encoder layer then uses its parts' weights."""
     layers = [name for name, module in model.named_modules() if isinstance(module, nn.TransformerEncoderLayer)]
-    return [f"{name}.self_attn".lstrip(".") for name in layers]
+    return [f"{name}.{part}".lstrip(".") for name in layers for part in ("self_attn", "linear1", "linear2")]
 
 
 def why_not_adaptable(model: nn.Module, name: str) -> str:
     """Return why LoRA does not act on the module ``name``."""
     if inside(name, uncalled_modules(model)):
-        return "attention uses its weights and never calls it; name the MultiheadAttention"
-    if inside(name, _fast_path_attention(model)):
+        attention = isinstance(model.get_submodule(name.rpartition(".")[0]), nn.MultiheadAttention)
+        what = "attention" if attention else "the module above it"
+        return f"{what} uses its weights and never calls it" + "; name the MultiheadAttention" * attention
+    if inside(name, _fast_path_parts(model)):
         return "without gradients torch's TransformerEncoderLayer uses its weights and does not call it"
     acts_on = f"LoRA acts on {', '.join(kind.__name__ for kind in leaves())} outside the task head"
     return why_unsupported(model.get_submodule(name)) or acts_on
