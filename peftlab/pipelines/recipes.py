@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from peftlab.drafting.config import ModelDraft
 from peftlab.errors import PeftlabError
 from peftlab.models.config import find_model
 from peftlab.recipe.load import load_recipe, runs_of
@@ -132,9 +133,16 @@ def check_models(recipe: Recipe) -> None:
     Raises:
         PeftlabError: no such path, package or file of it; a directory that contains no model.
     """
-    runs = [run for run in runs_of(recipe) if isinstance(run, FinetuneRecipe)]
-    scorers = [each.train.sample.scorer for each in runs if each.train.sample and each.train.sample.scorer]
-    for reference in dict.fromkeys([*(each.model for each in runs), *scorers]):
+    runs = runs_of(recipe)
+    finetuned = [run for run in runs if isinstance(run, FinetuneRecipe)]
+    references = [each.model for each in finetuned]
+    references += [each.train.sample.scorer for each in finetuned if each.train.sample and each.train.sample.scorer]
+    for run in runs:
+        if isinstance(run, DraftRecipe):
+            start = run.draft.from_ if isinstance(run.draft, ModelDraft) else None
+            named = (run.target, start, run.objective.reference, *(run.data.targets or ()))
+            references += [reference for reference in named if reference is not None]
+    for reference in dict.fromkeys(references):
         place = locate(find_model(reference).base)
         if isinstance(place, Path) and place.is_dir() and not (place / "config.json").exists():
             raise PeftlabError(f"model {reference!r}: {place} has no config.json")
@@ -152,10 +160,11 @@ def check_data(recipe: Recipe) -> None:
     finetuned = [run for run in runs if isinstance(run, FinetuneRecipe)]
     for task, data in {(each.task, repr(each.data)): (each.task, each.data) for each in finetuned}.values():
         _check_columns(find_task(task), data)
-    prompts = [run.data.prompts for run in runs if isinstance(run, DraftRecipe)]
-    for file in dict.fromkeys(each for each in prompts if isinstance(each, str)):
-        if not isinstance(locate(file, "data.prompts"), Path):
-            raise PeftlabError(f"data.prompts {file!r}: no such file")
+    for run in runs:
+        files = {"prompts": run.data.prompts, "replay": run.data.replay} if isinstance(run, DraftRecipe) else {}
+        for key, file in files.items():
+            if isinstance(file, str) and not isinstance(locate(file, f"data.{key}"), Path):
+                raise PeftlabError(f"data.{key} {file!r}: no such file")
 
 
 def _check_columns(task: Task, data: DataConfig) -> None:

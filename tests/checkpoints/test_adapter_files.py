@@ -195,6 +195,14 @@ def test_a_target_that_matches_nothing_is_a_note(tmp_path: Path, bases: dict[str
     assert any("'wq'" in note for note in found.notes)
 
 
+def test_a_start_that_changed_the_base_is_read_by_nobody(tmp_path: Path, bases: dict[str, str]) -> None:
+    place = by_peft("llama", tmp_path / "a")
+    config = json.loads((place / "adapter_config.json").read_text())
+    (place / "adapter_config.json").write_text(json.dumps(config | {"init_lora_weights": "lora_ga"}))
+    found = peftlab.check_adapter(place, bases["llama"])
+    assert {name for name, each in found.consumers.items() if each.loads is True} == set()
+
+
 def test_other_formats(tmp_path: Path, bases: dict[str, str]) -> None:
     place = by_peft("llama", tmp_path / "a")
     tensors = load_file(place / "adapter_model.safetensors")

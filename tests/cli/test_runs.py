@@ -53,6 +53,11 @@ def test_running_finished_and_stopped_runs_are_told_apart(place: Path) -> None:
     assert (killed.metric, killed.score) == ("accuracy", last[-1]["eval"]["accuracy"])
 
 
+def test_a_stream_that_has_ended_is_finished(place: Path) -> None:
+    (place / "killed" / "stream.json").write_text("{}")
+    assert {run.state for run in list_runs(place) if Path(run.run).name == "killed"} == {"finished"}
+
+
 def test_the_command_lists_them(place: Path) -> None:
     done = CliRunner().invoke(app, ["runs", str(place), "--json", str(place / "found.json")])
     assert done.exit_code == 0, done.output

@@ -157,6 +157,15 @@ class TestPrompts:
         for source in (texts, str(tmp_path / "p.txt"), str(tmp_path / "p.jsonl"), str(tmp_path / "q.jsonl")):
             assert read_prompt_ids(source, tokenizer) == expected
 
+    def test_chats_and_ids_in_a_csv_file(self, tokenizer: Any, tmp_path: Path) -> None:
+        ids = tokenizer("The cat")["input_ids"]
+        (tmp_path / "p.csv").write_text(f'prompt_ids\n"{ids}"\n')
+        assert read_prompt_ids(str(tmp_path / "p.csv"), tokenizer) == [ids]
+        (tmp_path / "m.csv").write_text('turns\n"[""The cat"", ""And then?""]"\n')
+        (tmp_path / "m.jsonl").write_text('{"turns": ["The cat", "And then?"]}\n')
+        one, other = (read_prompt_ids(str(tmp_path / f"m.{kind}"), tokenizer) for kind in ("csv", "jsonl"))
+        assert one == other
+
     def test_a_text_with_columns_in_braces_is_filled_by_each_row(self, tokenizer: Any, tmp_path: Path) -> None:
         path = tmp_path / "cities.csv"
         path.write_text("city,state\nTroy,Ohio\nBath {city},Maine\nParis,Texas\n")

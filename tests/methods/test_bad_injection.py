@@ -170,3 +170,86 @@ def test_another_base_model_is_refused(method, tmp_path):
     with pytest.raises(PeftlabError, match="another base model"):
         peftlab.load_adapter(model, tmp_path)
     assert not is_injected(model)
+
+
+def llama(**changes):
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=50, **sizes, **changes))
+
+
+def test_a_weight_that_trains_under_another_name_takes_no_addition():
+    """Else only the embedding's use of it would train."""
+    with pytest.raises(PeftlabError, match=r"lm_head shares its weight with model\.embed_tokens\.weight"):
+        peftlab.inject_lora(
+            llama(tie_word_embeddings=True), target_modules=["q_proj", "lm_head"], modules_to_save=["embed_tokens"]
+        )
+
+
+def test_a_model_that_is_itself_the_leaf():
+    with pytest.raises(PeftlabError, match="no module holds it"):
+        peftlab.inject_lora(torch.nn.Linear(8, 8), target_modules="all-linear")
+
+
+def test_what_torch_compile_returned_is_refused_before_anything_changes():
+    model = injected("lora", "bert")
+    compiled = torch.compile(model)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    for call in (peftlab.merge, peftlab.remove, lambda m: peftlab.set_adapter(m, "other"), peftlab.inject_lora):
+        with pytest.raises(PeftlabError, match=r"_orig_mod|no adapter 'other'"):
+            call(compiled)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_blocks_of_the_base_model_within_each_other():
+    model, inputs = trained("lora", "bert"), batch("bert")
+    adapted = logits(model, inputs)
+    with peftlab.disabled(model):
+        plain = logits(model, inputs)
+        with peftlab.disabled(model):
+            pass
+        assert torch.equal(logits(model, inputs), plain)
+    assert torch.equal(logits(model, inputs), adapted) and not torch.equal(adapted, plain)
+
+
+def test_the_base_model_between_a_forward_pass_and_its_backward():
+    """As a loss against the base model computes it; the classifier trains in place, and has its values again."""
+    model, inputs = trained("lora", "bert"), batch("bert")
+    model.eval()
+    loss = model(**inputs).logits.square().sum()
+    expected = torch.autograd.grad(model(**inputs).logits.square().sum(), model.classifier.weight)[0]
+    with torch.no_grad(), peftlab.disabled(model):
+        model(**inputs)
+    loss.backward()
+    torch.testing.assert_close(model.classifier.weight.grad, expected)
+
+
+def test_merged_models_lead_back_to_one_base():
+    model = peftlab.inject_lora(llama(), target_modules=["q_proj"])
+    peftlab.merge(model, keep=True)
+    peftlab.inject_lora(model, target_modules=["v_proj"])
+    with pytest.raises(PeftlabError, match="merged with keep=True already"):
+        peftlab.merge(model, keep=True)
+    peftlab.merge(model)
+    with pytest.raises(PeftlabError, match="nothing to unmerge"):
+        peftlab.unmerge(model)
+
+
+def test_a_weight_that_a_merge_unties_trains_as_it_did():
+    model = llama(tie_word_embeddings=True)
+    peftlab.merge(peftlab.inject_lora(model, target_modules=["lm_head"]))
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    assert model.lm_head.weight is not model.model.embed_tokens.weight
+
+
+def test_layers_of_experts():
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = transformers.MixtralConfig(vocab_size=50, num_local_experts=2, num_key_value_heads=2, **sizes)
+    model = transformers.MixtralForCausalLM(config)
+    peftlab.inject_lora(model, target_parameters=["experts.gate_up_proj"], layers_to_transform=[1])
+    assert {name.split(".")[2] for name in peftlab.trainable_parameters(model)} == {"1"}
+    with pytest.raises(PeftlabError, match="no layer 2; there are 0 to 1"):
+        peftlab.inject_lora(
+            transformers.MixtralForCausalLM(config),
+            target_parameters=["experts.gate_up_proj"],
+            layers_to_transform=[2],
+        )

@@ -114,3 +114,30 @@ def test_a_table_row_of_other_leaves_is_named() -> None:
 def test_no_linear_map_at_all() -> None:
     with pytest.raises(PeftlabError, match=r"has no nn\.Linear or Conv1D outside"):
         peftlab.inject_lora(nn.Sequential(nn.Conv1d(2, 2, 1)), r=1)
+
+
+def test_maps_that_are_never_called_are_left_out() -> None:
+    """Their weights are arguments of a kernel, or of torch's attention: an addition would train nothing."""
+    mamba = transformers.MambaConfig(vocab_size=50, hidden_size=32, state_size=4, num_hidden_layers=1)
+    model = peftlab.inject_lora(transformers.MambaForCausalLM(mamba))
+    assert {name.rpartition(".")[2] for name in injection_of(model).replaced} == {"in_proj"}
+    with pytest.raises(PeftlabError, match=r"'dt_proj' is a Linear .* the module above it uses its weights"):
+        peftlab.inject_lora(transformers.MambaForCausalLM(mamba), target_modules=["dt_proj"])
+    wavlm = transformers.WavLMConfig(
+        hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, conv_dim=(16,),
+        conv_stride=(2,), conv_kernel=(3,), num_feat_extract_layers=1, num_conv_pos_embeddings=4,
+        num_conv_pos_embedding_groups=2,
+    )  # fmt: skip
+    model = peftlab.inject_lora(transformers.WavLMForSequenceClassification(wavlm))
+    assert not any(name.endswith(("q_proj", "k_proj", "v_proj", "out_proj")) for name in injection_of(model).replaced)
+
+
+def test_what_torchs_encoder_layer_passes_over_without_gradients() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+
+    for name in ("linear1", "linear2", "self_attn"):
+        with pytest.raises(PeftlabError, match="without gradients torch's TransformerEncoderLayer uses its weights"):
+            peftlab.inject_lora(Model(), target_modules=[name])

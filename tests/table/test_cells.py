@@ -73,6 +73,17 @@ def test_a_rows_own_keys_for_a_task_win_over_all_others() -> None:
     assert (found["cola-full-seed1"].recipe.model, cola.model) == ("a/b", "x/y")
 
 
+def test_where_a_cell_starts_from_is_what_its_task_says() -> None:
+    found = cells("t.yaml", "rows.lora.per_task={glue/mrpc: {init_from: null}}", "per_task.glue/mrpc.init_from=runs/x")
+    assert found["mrpc-lora-seed1"].recipe.init_from is None
+    assert found["mrpc-full-seed1"].recipe.init_from == "runs/x"
+
+
+def test_a_setting_that_is_swept_twice() -> None:
+    with pytest.raises(PeftlabError, match=r"train\.lr: swept twice; give all values in one list"):
+        load_recipe("one.yaml", ["sweep.lr=[1e-4, 5e-4]", "sweep.train.lr=[1e-3]"])
+
+
 def test_what_has_no_fold_is_not_merged() -> None:
     merged = {"into": "dequantised", "verify": True, "latency": True}
     for override, expected in (("merge=true", True), ("merge={latency: true}", merged)):
@@ -93,6 +104,7 @@ def test_a_table_is_what_it_was_when_dumped_and_loaded() -> None:
     ("override", "message"),
     [
         ("rows.lora.method.rank=3", "method.rank: unknown key (did you mean 'r'?)"),
+        ("train.layers.frm=2", "train.layers.frm: unknown key (did you mean 'from'?)"),
         ("per_task.glue/cola.train.epoch=3", "train.epoch: unknown key (did you mean 'epochs'?)"),
         ("per_task.glue/cola.train.epochs=no", "train.epochs: expected number above 0, got 'no'"),
         ("per_task.glue/cole.train.lr=1", "per_task: unknown task 'glue/cole' (did you mean 'glue/cola'?)"),

@@ -141,6 +141,10 @@ def test_overlap_by_hand() -> None:
     several = [Answer("a b c d e", "", ("x", "a b c d e")), Answer("f g h i j", "", ("f g h i j",))]
     assert score(["bleu", "rouge_l"], several)["bleu"] == pytest.approx(100)
     assert score(["rouge_l"], several)["rouge_l"] == 1
+    # A short answer to the first is as short with or without a second reference of the other.
+    one, two = (Answer("a b c d e", "", ("a b c d e f g h i j",)), Answer("k l m n o", "", ("k l m n o", "k l m n o")))
+    alone = score(["bleu"], [one, Answer(two.text, "", two.references[:1])])["bleu"]
+    assert score(["bleu"], [one, two])["bleu"] == pytest.approx(alone) and alone < 80
     assert score(["nist"], [Answer("", "", ("a",))])["nist"] == 0
 
 

@@ -23,6 +23,7 @@ from transformers import BertTokenizerFast
 from peftlab.errors import PeftlabError
 from peftlab.recipe.schema import FinetuneRecipe
 from peftlab.registry import resolve
+from peftlab.tasks.data import items
 from peftlab.tasks.labelled import Answers, WordTags, class_counts
 from peftlab.tasks.labelled_rows import entities, entity_tag, is_entity_scheme, load_task_data, stratified
 from peftlab.tasks.table import DataConfig, find_task
@@ -683,6 +684,22 @@ def test_choices_are_a_list_or_columns_and_labels_places_or_texts(tmp_path: Path
     assert data.splits["validation"][:] == {
         "text": ["At night it is", "By day it is"], "text_pair": [["dark", "bright"]] * 2, "label": [0, 1],
     }  # fmt: skip
+
+
+def test_choices_that_are_numbers_are_texts_where_they_can_be_nothing_else(tmp_path: Path) -> None:
+    rows = [{"prompt": "Three fives?", "choices": ["12", "15"], "label": "15"}] * 2
+    assert load_rows("choice", tmp_path, rows).splits["validation"]["label"][:] == [1, 1]
+    rows = [{"prompt": "One?", "choices": ["1", "2", "3"], "label": "1"}] * 2
+    with pytest.raises(PeftlabError, match="is '1', the place of one choice and the text of another"):
+        load_rows("choice", tmp_path, rows)
+    rows = [{**row, "label": 0} for row in rows]
+    assert load_rows("choice", tmp_path, rows).splits["validation"]["label"][:] == [0, 0]
+
+
+def test_a_list_as_python_writes_it_is_no_list() -> None:
+    """Split at blanks it would be other words and tags, as many of each."""
+    assert items("['Ann', 'left']") is None and items("['sport']", ",") is None
+    assert items('["Ann", "left"]') == ["Ann", "left"] and items("[ see below ]") == ["[", "see", "below", "]"]
 
 
 @pytest.mark.parametrize(

@@ -248,6 +248,10 @@ class TestRows:
         )
         everything = sorted(row.completion for rows in splits.values() for row in rows)
         assert everything == ["Four.", "One\ntwo.", "Three."]
+        (tmp_path / "windows.txt").write_bytes(b"One\r\ntwo.\r\n\r\nThree.\r\n")
+        data = DataConfig(path=str(tmp_path / "windows.txt"), validation=1)
+        _, splits, _ = load_language(find_task("text/plain"), data)
+        assert sorted(row.completion for rows in splits.values() for row in rows) == ["One\ntwo.", "Three."]
 
 
 SMALL = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,

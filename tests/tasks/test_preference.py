@@ -203,6 +203,20 @@ class TestRows:
         row = splits["train"][0]
         assert (row.chosen.messages, row.rejected.messages) == ([*ASKED, BETTER], [*ASKED, WORSE])
 
+    def test_texts_keep_their_system_turn(self, tmp_path: Path) -> None:
+        row = {"system": "Be brief.", "prompt": "Hi", "chosen": "a", "rejected": "b"}
+        _, splits, _ = self.read(tmp_path, [row] * 2)
+        turns = splits["train"][0].chosen.messages
+        assert [turn["role"] for turn in turns] == ["system", "user", "assistant"]
+
+    def test_a_prompt_is_missing_only_where_the_answers_do_not_contain_it(self, tmp_path: Path) -> None:
+        chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "a"}]
+        other = [chat[0], {"role": "assistant", "content": "b"}]
+        whole = {"prompt": None, "chosen": chat, "rejected": other}
+        texts = {"prompt": None, "chosen": "a", "rejected": "b"}
+        _, splits, left_out = self.read(tmp_path, [whole, whole, texts], drop_missing=True)
+        assert sum(map(len, splits.values())) == 2 and sum(left_out.values()) == 1
+
     def test_texts_are_a_chat_where_there_is_a_template(self, tokenizer) -> None:
         def shown(tokens) -> list[str]:
             return ["".join(tokenizer.convert_ids_to_tokens([i for i, t in zip(x.input_ids, x.trained, strict=True)

@@ -92,6 +92,11 @@ def test_steps_are_counted_over_epochs():
     assert half.total == run.ends[1] + math.ceil(len(run.plan(2)) / 2)
 
 
+def test_a_tenth_of_an_epoch_is_no_step_more():
+    for epochs, steps in ((1.1, 10), (1.3, 10), (2.2, 5)):
+        assert order([5] * steps, epochs=epochs, batch_size=1).total == round(epochs * steps)
+
+
 def test_the_epoch_of_a_step():
     run = order([5] * 10, max_steps=7)
     assert [run.epoch(step) for step in range(8)] == pytest.approx([i / 3 for i in range(8)])
