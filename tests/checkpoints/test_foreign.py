@@ -126,6 +126,10 @@ def test_adapterhub_lora(tmp_path: Path) -> None:
     }
     ours = peftlab.load_adapter(bert(), hub_directory(tmp_path / "hub", settings, tensors))
     assert torch.equal(ours(IDS).logits, source(IDS).logits)
+    bert().save_pretrained(tmp_path / "base")
+    file = tmp_path / "hub" / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"model_name": str(tmp_path / "base")}))
+    assert read_adapter(tmp_path / "hub").base_reference == peftlab.check_adapter(tmp_path / "hub").base
 
 
 def test_the_papers_own_adapter_loads(shared: Path) -> None:

@@ -62,7 +62,10 @@ def test_folders_of_splits(digits: Path, tmp_path: Path) -> None:
     (tmp_path / "splits" / ".DS_Store").touch()
     found = load(tmp_path / "splits", validation=None)
     assert {split: len(rows) for split, rows in found.splits.items()} == {"train": 12, "validation": 11, "test": 12}
-    assert repeated_rows(found.task, found.splits) == {"validation": 11, "test": 12}  # by their contents: their paths differ
+    assert repeated_rows(found.task, found.splits) == {
+        "validation": 11,
+        "test": 12,
+    }  # by their contents: their paths differ
     (tmp_path / "splits" / "more").mkdir()
     with pytest.raises(PeftlabError, match="more beside test, train, valid: no split"):
         load(tmp_path / "splits", validation=None)

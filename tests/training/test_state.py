@@ -238,7 +238,11 @@ def test_only_the_same_launch_continues(files, monkeypatch, tmp_path):
     shutil.rmtree(tmp_path / "again" / "checkpoints")
     with tiny.stopped_after(2):
         peftlab.run(file)
+    with pytest.raises(PeftlabError, match="again exists already"):  # another recipe of the same launch
+        peftlab.run(file, ["train.lr=1e-3"])
     assert peftlab.run(file).steps == 6
+    with pytest.raises(PeftlabError, match="again exists already"):  # it has ended
+        peftlab.run(file)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job-8")
     with pytest.raises(PeftlabError, match="again exists already"):
         peftlab.run(file)

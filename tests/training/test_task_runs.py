@@ -6,6 +6,8 @@ import csv
 import json
 import random
 import shutil
+from datetime import datetime
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -207,6 +209,27 @@ def test_predicted_files(learnt: Any, tmp_path: Path) -> None:
     # What was written as csv can be read again: lists are JSON.
     again = predict_file(run, str(_without(tmp_path / "out.csv")), str(tmp_path / "again.jsonl"))
     assert list(again.answers) == list(found.answers)
+
+
+def test_columns_beside_what_is_predicted(learnt: Any, tmp_path: Path) -> None:
+    """Times and decimal numbers of parquet, and a column of several types of jsonl, are written in every format."""
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    task, run, _ = learnt
+    given = rows(task, 3, seed=3)
+    table = pyarrow.Table.from_pylist(given)
+    when = [datetime(2026, 1, day) for day in (1, 2, 3)]
+    table = table.append_column("when", [when]).append_column("price", [[Decimal("1.50"), None, Decimal("2.25")]])
+    parquet.write_table(table, tmp_path / "new.parquet")
+    beside = [{"id": 1, "score": 0.5}, {"id": "a", "score": None}, {"id": None, "score": 1.0}]
+    mixed = [row | other for row, other in zip(given, beside, strict=True)]
+    (tmp_path / "mixed.jsonl").write_text("".join(json.dumps(row) + "\n" for row in mixed))
+    for source in ("new.parquet", "mixed.jsonl"):
+        for kind in ("csv", "jsonl", "parquet"):
+            predict_file(run, str(tmp_path / source), str(tmp_path / f"{source}.{kind}"))
+    line = json.loads((tmp_path / "new.parquet.jsonl").read_text().splitlines()[0])
+    assert (line["when"], line["price"]) == ("2026-01-01 00:00:00", "1.50")
+    ids = parquet.read_table(tmp_path / "mixed.jsonl.parquet")["id"].to_pylist()
+    assert ids == ["1", "a", None]
 
 
 def _without(file: Path) -> Path:
