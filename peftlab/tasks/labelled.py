@@ -89,7 +89,7 @@ def prepare(task: Task, data: DataConfig, source: ModelSource, options: TaskOpti
     task, splits = loaded.task, loaded.splits
     answers: Answers = resolve(task.answers)(task)
     processor, model, fresh = load_classifier(answers, source, options.max_length)
-    evaluated = [split for split in task.evaluation if split in splits]
+    evaluated = [split for split in task.evaluation if split in splits and "label" in splits[split].column_names]
     if not evaluated:
         there = ", ".join(splits) or "none"
         raise PeftlabError(f"task {task.name}: no labelled split to evaluate on; there is {there}")
@@ -157,7 +157,8 @@ def repeated_rows(task: Task, splits: Mapping[str, Dataset]) -> dict[str, int]:
         columns = rows.select_columns([name for name in compared if name in rows.column_names])[:]
         inputs[split] = [repr(row) for row in zip(*columns.values(), strict=True)]
     trained = set(inputs.get("train", ()))
-    counts = {split: sum(row in trained for row in inputs.get(split, ())) for split in task.evaluation}
+    scored = [split for split in task.evaluation if split in splits and "label" in splits[split].column_names]
+    counts = {split: sum(row in trained for row in inputs[split]) for split in scored}
     return {split: count for split, count in counts.items() if count}
 
 

@@ -189,7 +189,8 @@ class TestRun:
         )
         done = peftlab("predict", "out", "new.csv", "-o", str(tmp_path / "new.jsonl"), cwd=place)
         assert done.returncode == 0, done.stderr
-        assert done.stdout.replace("\n", "") == f"predictions: {tmp_path / 'new.jsonl'} ({len(REVIEWS)} rows)"
+        assert not done.stdout, "which would be the predictions"
+        assert f"predictions: {tmp_path / 'new.jsonl'} ({len(REVIEWS)} rows)" in done.stderr
         rows = [json.loads(line) for line in (tmp_path / "new.jsonl").read_text().splitlines()]
         assert [(row["id"], row["text"], row["label"]) for row in rows] == [
             (str(i), text, label) for i, (text, label) in enumerate(REVIEWS)

@@ -68,7 +68,8 @@ def test_a_merge_compares_on_the_first_held_out_rows(recipe: Path) -> None:
     loaded = load_recipe(recipe)
     assert isinstance(loaded, FinetuneRecipe)
     tiny.assert_same(example_inputs(loaded, 3), sample_inputs(load_task(loaded), 3)[0])
-    cut = loaded.model_copy(update={"train": loaded.train.model_copy(update={"max_length": 4})})
+    train, data = loaded.train.model_copy(update={"max_length": 4}), {"too_long": "truncate", "train_on": "all"}
+    cut = loaded.model_copy(update={"train": train, "data": loaded.data.model_copy(update=data)})
     assert example_inputs(cut, 16)["input_ids"].shape == (8, 4)
 
 
