@@ -68,11 +68,10 @@ def test_how_many_layers_are_shared(model: Any, draft: Any) -> None:
     [
         {},
         {"pool": 2},
-        {"group": True},
         {"policy": partial(Confidence, 6, 0.6)},
         {"sampling": Sampling(1.0, seed=1)},
     ],
-    ids=["chains", "pool", "groups", "double early exit", "sampled"],
+    ids=["chains", "pool", "double early exit", "sampled"],
 )
 def test_it_drafts_what_the_whole_draft_drafts(pair: Pair, draft: Any, options: dict[str, Any]) -> None:
     options = {"policy": partial(Fixed, 4)} | options

@@ -41,7 +41,8 @@ def test_computes_the_layers_named(model, layers, share, tmp_path):
     torch.testing.assert_close(draft(ids).logits, by_hand(model, layers, ids))
     # With a cache: each layer has its own place in it.
     generated = draft.generate(ids[:1], max_new_tokens=5, do_sample=False, pad_token_id=0)
-    assert generated[0, -1] == draft(generated[:, :-1]).logits[0, -1].argmax()
+    last = draft(generated[:, :-1]).logits[0, -1]
+    assert last[generated[0, -1]] > last.max() - 1e-4  # of two that are nearly equal either may win
     if not share:
         draft.save_pretrained(tmp_path)
         again, fresh = load_base(str(tmp_path), "AutoModelForCausalLM")
