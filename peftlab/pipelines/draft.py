@@ -151,7 +151,10 @@ class Decoding:
 
 @dataclass(frozen=True)
 class HeldOutRates:
-    """The draft's acceptance on each example of the first held-out split, to compare runs in pairs.
+    """The draft's acceptance on each held-out example, to compare runs in pairs.
+
+    The examples are the target's continuations of ``data.prompts``, or requests where there are no prompts: runs with and
+    without ``data.replay`` compare, too.
 
     Attributes:
         text: digest of the examples, in order. tokens: of each continuation. acceptance: of each, after training.
@@ -700,8 +703,8 @@ def _results(
 
 
 def _held_out(draft: DraftKind[DraftConfig], sets: ExampleSets) -> HeldOutRates:
-    """Return the trained draft's acceptance on each example of the first held-out split."""
-    data = next(iter(sets.held_out.values()))
+    """Return the trained draft's acceptance on each held-out continuation of a prompt, else of a request."""
+    data = sets.held_out.get("prompts") or next(iter(sets.held_out.values()))
     rates = [draft.score(draft.model, data.select([i]), 1)["acceptance"] for i in range(len(data))]
     digest = sha256(json.dumps([[row["prompt"], row["input_ids"]] for row in data]).encode()).hexdigest()
     return HeldOutRates(digest, list(data["kept"]), [round(rate, 6) for rate in rates])

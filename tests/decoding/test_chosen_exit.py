@@ -68,7 +68,7 @@ def test_exit_and_length_of_the_most_tokens_per_layer():
 
 def test_the_output_is_the_targets_own(target):
     want = [output.tokens for output in run(target)]
-    for options in ({}, {"group": True}, {"pool": 2}, {"policy": partial(Fixed, 7)}):
+    for options in ({}, {"pool": 2}, {"policy": partial(Fixed, 7)}):
         drafter = drafter_of(target)
         assert [output.tokens for output in run(target, drafter, **options)] == want, options
     chosen = set()

@@ -216,8 +216,8 @@ def test_greedy_output_is_the_plain_one(model, target, want, gamma, batch):
 
 @pytest.mark.parametrize(
     "settings",
-    [{"pool": 2}, {"group": True}, {"policy": lambda: Confidence(4, 0.3)}, {"stopping": StoppingCriteria(60)}],
-    ids=["pool", "group", "confidence", "to the context's end"],
+    [{"pool": 2}, {"policy": lambda: Confidence(4, 0.3)}, {"stopping": StoppingCriteria(60)}],
+    ids=["pool", "confidence", "to the context's end"],
 )
 def test_however_it_is_decoded(model, target, settings):
     settings = {"stopping": StoppingCriteria(NEW), "policy": partial(Fixed, 4), **settings}

@@ -122,7 +122,7 @@ def test_states_read_ahead_give_the_logits_of_a_whole_pass():
 def test_an_exit_is_lossless(make_drafter):
     target = build_engine(make(), pack=False)
     want = run(target)
-    for options in ({}, {"group": True}, {"pool": 2}, {"policy": partial(Confidence, 6, 0.1)}):
+    for options in ({}, {"pool": 2}, {"policy": partial(Confidence, 6, 0.1)}):
         assert run(target, make_drafter(EarlyExit(target, EXIT)), **options) == want, options
 
 
