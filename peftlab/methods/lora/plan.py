@@ -493,10 +493,13 @@ def uncalled_modules(model: nn.Module) -> list[str]:
     They are the output projections of ``MultiheadAttention``, and those of the table by model type (``UNCALLED``).
     """
     own = UNCALLED.get(model_type(model), ())
-    return [
-        *(f"{name}.out_proj".lstrip(".") for name, m in model.named_modules() if isinstance(m, nn.MultiheadAttention)),
-        *(name for name, _ in model.named_modules() if any(has_suffix(name, suffix) for suffix in own)),
-    ]
+    found = []
+    for name, module in model.named_modules():
+        if isinstance(module, nn.MultiheadAttention):
+            found.append(f"{name}.out_proj".lstrip("."))
+        elif any(has_suffix(name, suffix) for suffix in own):
+            found.append(name)
+    return found
 
 
 def _fast_path_parts(model: nn.Module) -> list[str]:
