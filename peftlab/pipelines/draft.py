@@ -153,8 +153,8 @@ class Decoding:
 class HeldOutRates:
     """The draft's acceptance on each held-out example, to compare runs in pairs.
 
-    The examples are the target's continuations of ``data.prompts``, or requests where there are no prompts: runs with and
-    without ``data.replay`` compare, too.
+    The examples are the target's continuations of ``data.prompts``, or requests where there are no prompts: runs with
+    and without ``data.replay`` compare, too.
 
     Attributes:
         text: digest of the examples, in order. tokens: of each continuation. acceptance: of each, after training.
