@@ -80,6 +80,8 @@ class KVCache:
     """
 
     most: int | None = None
+    keeps_states = False
+    """Whether a row continues only after tokens whose output was asked for, of which alone it has the state."""
 
     def __init__(
         self,
@@ -626,7 +628,7 @@ class Engine(Protocol):
 
         Args:
             cache: of this engine's ``new_cache``. tokens: [b, n]. block: the slots that they go to.
-            keep: indices of those of the n tokens whose output is returned; None: all.
+            keep: indices of those of the n tokens whose output is returned, perhaps none; None: all.
         """
         ...
 
@@ -660,7 +662,7 @@ class Prefilled:
     """The output of ``prefill`` for each sequence, of which all tokens but the last were read.
 
     Attributes:
-        hidden: state [H] of the last token read; None for a sequence of one token.
+        hidden: state [H] of the last token read; None for a sequence of one token, or where it is not asked for.
         features: [length - 1, F] of all tokens read; None for a sequence of one token, or an engine without features.
     """
 
@@ -668,23 +670,27 @@ class Prefilled:
     features: list[Tensor | None]
 
 
-def prefill(engine: Engine, cache: KVCache, sequences: Sequence[Sequence[int]], slots: Sequence[int]) -> Prefilled:
+def prefill(
+    engine: Engine, cache: KVCache, sequences: Sequence[Sequence[int]], slots: Sequence[int], *, last: bool = True
+) -> Prefilled:
     """Read all tokens but the last of each sequence into the cache.
 
     Args:
         engine: the model. cache: of this engine. sequences: token ids. slots: the cache's row of each sequence.
+        last: return the state of the last token read. Logits come with it, at the last places of all sequences.
     """
     lengths = [len(sequence) - 1 for sequence in sequences]
     hidden: list[Tensor | None] = [None] * len(sequences)
     features: list[list[Tensor]] = [[] for _ in sequences]
     for rows, first, n in spans(lengths, cache.most):
         counts = [min(n, lengths[row] - first) for row in rows]
-        keep = sorted({count - 1 for count in counts})
+        keep = sorted({count - 1 for count in counts}) if last or cache.keeps_states else []
         parts = [sequences[row][first : first + count] for row, count in zip(rows, counts, strict=True)]
         block = cache.block([slots[row] for row in rows], [first] * len(rows), n)
         output = engine.forward(cache, right_padded(parts, n).to(engine.device), block, keep)
         for i, (row, count) in enumerate(zip(rows, counts, strict=True)):
-            hidden[row] = output.hidden[i, keep.index(count - 1)]
+            if keep:
+                hidden[row] = output.hidden[i, keep.index(count - 1)]
             if output.features is not None:
                 features[row].append(output.features[i, :count])
     return Prefilled(hidden, [torch.cat(parts) if parts else None for parts in features])

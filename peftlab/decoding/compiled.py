@@ -171,6 +171,8 @@ class CompiledEngine(FlatEngine):
         """Return logits and normed states for the output of the last layer; see ``FlatEngine.output``."""
         if keep is not None:
             h = h[:, keep]
+            if not keep:
+                return Output(h.new_zeros(len(h), 0, self.vocab_size), h)
         h = h.float().contiguous()
         step = self._buffers(h.flatten(0, -2), (_NORMED, _LOGITS, _SUMS, _NARROW))
         step.run(self._last)

@@ -230,7 +230,8 @@ class TargetState:
 
     Attributes:
         cache: the target's.
-        hidden: last hidden state of each row, [H]; None for a prompt of one token.
+        hidden: last hidden state of each row, [H], for a drafter that reads it (``Drafter.reads_hidden``); None for a
+            prompt of one token.
         vocab_size: V of the target.
         sampling: how tokens are chosen.
         features: of each row's tokens but the last, [length - 1, F]; None for a prompt of one token, or where the
@@ -275,6 +276,7 @@ class Drafter(Protocol):
             the target has not read are verified exactly or not at all.
         has_logits: whether it proposes chains with the logits of each token's distribution (``Proposal.logits``).
         chain_limit: tokens of a chain that it drafts at most; None: any number.
+        reads_hidden: whether it reads the target's state of a prompt (``TargetState.hidden``).
         acceptance: of a draft that estimates it, the state from which a token is drafted [H] -> the probability that
             the token is accepted; None: it does not.
     """
@@ -296,6 +298,10 @@ class Drafter(Protocol):
 
     @property
     def has_logits(self) -> bool:
+        return False
+
+    @property
+    def reads_hidden(self) -> bool:
         return False
 
     @property
@@ -552,7 +558,8 @@ class _Batch:
     def _read(self, rows: list[Row]) -> TargetState:
         """Read the prompts of some rows, all tokens but the last, into their slots of the cache."""
         texts = [row.images or row.tokens for row in rows]
-        read = prefill(self.target, self.cache, texts, [row.slot for row in rows])
+        last = self.drafter is not None and self.drafter.reads_hidden
+        read = prefill(self.target, self.cache, texts, [row.slot for row in rows], last=last)
         return TargetState(self.cache, read.hidden, self.target.vocab_size, self.sampling, read.features)
 
     def step(self) -> None:
@@ -706,6 +713,10 @@ class DrafterWrapper(Drafter):
     @property
     def has_logits(self) -> bool:
         return self.drafter.has_logits
+
+    @property
+    def reads_hidden(self) -> bool:
+        return self.drafter.reads_hidden
 
     @property
     def acceptance(self) -> Callable[[Tensor], float] | None:

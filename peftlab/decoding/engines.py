@@ -420,7 +420,7 @@ class EqualLengths(EngineWrapper):
             # A model that places tokens by their slots has none past its limit.
             n = block.n if self.limit is None or block.tree else min(block.n, self.limit - start)
             kept = [i for i, place in enumerate(wanted) if place < n]
-            if not kept:
+            if wanted and not kept:
                 continue
             rows = block.rows if len(by_start) == 1 else tuple(slots[place] for place in places)
             tree = None if block.tree is None else block.tree.of_rows(places)
@@ -429,7 +429,7 @@ class EqualLengths(EngineWrapper):
             if not len(logits):
                 logits, hidden = (x.new_zeros(len(tokens), len(wanted), x.shape[-1]) for x in (out.logits, out.hidden))
             # Rows in this group by tokens kept: the two index tensors broadcast to a rectangle of the output.
-            rectangle = torch.tensor(places)[:, None], torch.tensor(kept)
+            rectangle = torch.tensor(places)[:, None], torch.tensor(kept, dtype=torch.long)
             logits[rectangle], hidden[rectangle] = out.logits, out.hidden
             if out.features is not None:
                 if features is None:
@@ -527,7 +527,7 @@ class TransformersEngine:
         finally:
             hook.remove()
         hidden = head_inputs[0]
-        if keep is not None and self.encoder is not None:  # such a model computes them all
+        if keep is not None and (not keep or self.encoder is not None):  # of an encoder-decoder model they are all
             logits, hidden = logits[:, keep], hidden[:, keep]
         return Output(logits[..., : self.vocab_size], hidden, features)
 
@@ -545,7 +545,7 @@ class TransformersEngine:
                 layers=[slots(cache, block, i, self._slots_shown(block)) for i in range(self.layers)]
             ),
             use_cache=True,
-            logits_to_keep=torch.tensor(keep, device=self.device) if keep is not None else 0,
+            logits_to_keep=torch.tensor(keep or [0], device=self.device) if keep is not None else 0,
             output_hidden_states=bool(self._features),
             **({} if context is None else {"context": context}),
         )

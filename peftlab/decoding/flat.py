@@ -499,6 +499,8 @@ class FlatEngine:
         """
         if keep is not None:
             h = h[:, keep]
+            if not keep:
+                return Output(h.new_zeros(len(h), 0, self.vocab_size), h)
         h = self.normed(h)
         logits = self.logits(h)
         return Output(logits if self._cap is None else softcap(logits, self._cap), h)

@@ -59,7 +59,7 @@ def read_rows(engine: Engine, cache: KVCache, rows: list[Row]) -> None:
     """
     readable = [row for row in rows if context_room(engine, row, 1)]
     if readable:
-        prefill(engine, cache, [row.tokens for row in readable], [row.slot for row in readable])
+        prefill(engine, cache, [row.tokens for row in readable], [row.slot for row in readable], last=False)
 
 
 @dataclass

@@ -376,6 +376,8 @@ class StateCache(KVCache):
         blank: the state of each layer before the first token. attending: number of attention layers.
     """
 
+    keeps_states = True
+
     def __init__(self, batch: int, capacity: int, blank: Layers, attending: int = 0):
         super().__init__(attending, batch, capacity)
         self._blank = blank

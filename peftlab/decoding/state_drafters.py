@@ -143,6 +143,10 @@ class HeadsDrafter(Drafter):
     name: str = "heads"
     _hidden: dict[int, Tensor] = field(init=False, repr=False, default_factory=dict)
 
+    @property
+    def reads_hidden(self) -> bool:
+        return True
+
     def start(self, rows: list[Row], state: TargetState) -> None:
         self._hidden, self._vocab = {}, state.vocab_size
         self.join(rows, state)

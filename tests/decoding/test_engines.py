@@ -214,6 +214,17 @@ def test_hidden_is_what_the_head_reads(built):
     close(out.hidden, model.base_model(ids).last_hidden_state[:, [2, 6]])
 
 
+@torch.inference_mode()
+def test_tokens_that_are_only_read(built):
+    """Without any output, as prompts are read: what follows is what it would have been."""
+    model, engine = built
+    ids = torch.randint(96, (2, 9))
+    cache = KVCache(engine.layers, 2, 10)
+    out = engine.forward(cache, ids[:, :8], Block((0, 0), 8), keep=[])
+    assert out.logits.shape[:2] == out.hidden.shape[:2] == (2, 0)
+    close(engine.forward(cache, ids[:, 8:], Block((8, 8), 1)).logits[:, 0], model(ids).logits[:, -1])
+
+
 def test_vocabulary_cuts_the_padding():
     model = build("llama")
     ids = torch.randint(90, (1, 5))
