@@ -638,11 +638,9 @@ def _label_places(table: Table, column: str, choices: list[list[str]], faults: l
     all_numbers = all(n is not None or is_missing(value) for n, value in zip(numbers, values, strict=True))
     if all_numbers and all(isinstance(values[row], str) and texts[row] is not None for row in given):
         both = [row for row in given if places[row] is not None and places[row] != texts[row]]
-        if len(both) and all(places[row] is not None for row in given):
-            why = (
-                f"is {quoted(values[both[0]])}, the place of one choice and the text of another (write places from 0, "
-            )
-            faults += table.fault(column, why + "as numbers of jsonl, or other texts)", both)
+        if both and all(places[row] is not None for row in given):
+            why = f"is {quoted(values[both[0]])}, the place of one choice and the text of another"
+            faults += table.fault(column, f"{why} (write places from 0 as numbers in jsonl, or other texts)", both)
         all_numbers = False
     found = places if all_numbers else texts
     bad = [r for r, place in enumerate(found) if place is None and choices[r] and not is_missing(values[r])]
