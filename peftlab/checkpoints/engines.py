@@ -40,7 +40,7 @@ from peftlab.checkpoints.adapter_contents import (
 )
 from peftlab.checkpoints.gguf import GgufModel, write_lora
 from peftlab.checkpoints.merge_plan import MergeOptions, plan_merge, task_model
-from peftlab.checkpoints.peft_format import LOST_STARTS, PREFIX
+from peftlab.checkpoints.peft_format import PREFIX, lost_start
 from peftlab.checkpoints.tensors import write_tensors
 from peftlab.environment import version_of
 from peftlab.errors import PeftlabError, did_you_mean, reason
@@ -142,8 +142,7 @@ class Peft(Reader):
             yield Verdict("unknown", "peft is not installed")
         if fit.contents.format != "peft":
             yield Verdict(False, f"peft reads its own format alone, not {fit.contents.format}'s")
-        start = fit.contents.raw.get("init_lora_weights")
-        if lost := next((why for kind, why in LOST_STARTS.items() if str(start).startswith(kind)), None):
+        if lost := lost_start(fit.contents.raw.get("init_lora_weights")):
             yield Verdict(False, lost)
         if fit.plain:
             yield Verdict(True, "every tensor has its place")

@@ -297,8 +297,9 @@ def _gguf_licence(base: Path) -> dict[str, str]:
 def _plain_base(
     reference: str, adapter: Adapter, out: Path, options: MergeOptions
 ) -> Iterator[tuple[Path, list[str], bool]]:
-    """Yield the local directory of a base model with plain weights, notes on how they were obtained, and whether they
-    are the values that a checkpoint quantised on disk computes with.
+    """Yield the directory of a base's plain weights, notes on how they came about, and whether from quantised ones.
+
+    Those are the values that a checkpoint quantised on disk computes with.
 
     A base that is itself an adapter (``models.config``) is merged into its own base beside ``out`` for the duration
     of the block. A GGUF file or a quantised checkpoint is loaded and saved there as plain fp32 weights, which takes

@@ -99,6 +99,7 @@ class Target:
         shard, source: its file and key in the base; None and an empty string where the base has none.
         place: the base key's place; None where the base has none.
         scale: the key of its scales, for a weight in fp8.
+        pieces: the keys under which it is stored in parts, as experts one by one; empty for all else.
     """
 
     key: str
@@ -109,6 +110,7 @@ class Target:
     source: str = ""
     place: Place | None = None
     scale: str = ""
+    pieces: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -325,13 +325,8 @@ class Steps:
 
         return Job(reads, convert, self.outputs, nbytes)
 
-    def _changed(self, target: Target, name: str, base: Tensor | None, keys: tuple[str, ...] = ()) -> dict[str, Tensor]:
-        """Return a parameter's merged value, for fp8 with its scales, by key; record its figures.
-
-        Args:
-            target: where it is written. name: of the parameter. base: W0; None where the base has none.
-            keys: of the tensors that it is stored as, where these are several.
-        """
+    def _changed(self, target: Target, name: str, base: Tensor | None) -> dict[str, Tensor]:
+        """Return a parameter's merged value, for fp8 with its scales, by key; record its figures."""
         given, trained = self.plan.given.get(name), self.plan.trained
         start = base if given is None else given
         if given is None and base is not None and trained is not None and name in trained:
@@ -344,11 +339,10 @@ class Steps:
             tally = Tally(start.dtype != stored)
             in_place = stored == start.dtype and given is None
             value = self._fold(name, start, Folding(self.options.precision, stored, tally, in_place))
-            row = replace(tally.row(target.key, "folded", value), keys=keys)
-            self._record(target, row, tally.underflow, tally)
+            self._record(target, tally.row(target.key, "folded", value), tally.underflow, tally)
         else:
             value = start.to(stored)
-            row = replace(replaced(target.key, base, start, value), keys=keys)
+            row = replaced(target.key, base, start, value)
             row = replace(row, kind="dequantised") if given is None else row
             self._record(target, row, out_of_range(start, value)[1])
         return {target.key: value}
@@ -372,7 +366,7 @@ class Steps:
             raise PeftlabError(
                 f"{target.key}: {row.nonfinite} merged weights are NaN or infinite; --allow-nonfinite writes them"
             )
-        self.figures.tensors.append(row)
+        self.figures.tensors.append(replace(row, keys=target.pieces))
         if tally is not None:
             self.figures.tallies.append(tally)
         if underflow:
@@ -440,8 +434,9 @@ class Steps:
             whole = converted(converter, list(zip(parts, read, strict=True)), model)
             for name in whole:
                 if self.plan.changes(name):
-                    row = Target(name, name, group[0].dtype, tuple(whole[name].shape))
-                    whole |= self._changed(row, name, whole[name], tuple(target.key for target in group))
+                    shape, keys = tuple(whole[name].shape), tuple(target.key for target in group)
+                    row = Target(name, name, group[0].dtype, shape, pieces=keys)
+                    whole |= self._changed(row, name, whole[name])
             back = converter.reverse_transform()
             pieces = []
             for name, tensor in whole.items():

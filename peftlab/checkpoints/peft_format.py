@@ -29,7 +29,7 @@ _EMBEDDINGS = ("embed_tokens", "lm_head")  # names of modules that peft keeps ti
 
 # Values of init_lora_weights that leave the base as it is: the factors in the file are the whole update.
 _PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
-LOST_STARTS = {
+_LOST_STARTS = {
     "corda": "CorDA subtracts a part of the base by covariances that are not in the file",
     "loftq": "LoftQ replaces the base by a quantised one that is not in the file",
     "lora_ga": "LoRA-GA subtracts a part of the base by gradients that are not in the file",
@@ -158,11 +158,15 @@ def _read_start(value: object, path: Path) -> tuple[bool | str, tuple[str, ...]]
             f"again, with slightly different results each time; peftlab uses the exact SVD. To be exact, {_CONVERT}"
         )
         return "pissa", (note,)
-    lost = next((reason for kind, reason in LOST_STARTS.items() if str(name).startswith(kind)), None)
-    if lost is not None:
+    if (lost := lost_start(name)) is not None:
         raise PeftlabError(f"{path}: init_lora_weights={_shown(value)}: {lost}; {_CONVERT}")
-    known = [*(start for start in _PLAIN_STARTS if isinstance(start, str)), "olora", "pissa", *LOST_STARTS]
+    known = [*(start for start in _PLAIN_STARTS if isinstance(start, str)), "olora", "pissa", *_LOST_STARTS]
     raise PeftlabError(f"{path}: init_lora_weights={_shown(value)} is not known{did_you_mean(str(name), known)}")
+
+
+def lost_start(name: object) -> str | None:
+    """Return why an adapter with this ``init_lora_weights`` is not all of its update; None where it may be."""
+    return next((reason for kind, reason in _LOST_STARTS.items() if str(name).startswith(kind)), None)
 
 
 def _plain_name(key: str, path: Path) -> str:

@@ -24,7 +24,7 @@ from torch import Tensor
 from peftlab.decoding.table import Window
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
+    pass
 
 
 @dataclass(frozen=True)
@@ -649,12 +649,6 @@ class EngineWrapper:
     def new_cache(self, batch: int, capacity: int, context: Context | None = None) -> KVCache:
         """Return an empty cache; see ``Engine.new_cache``."""
         return self._engine.new_cache(batch, capacity, context)
-
-
-def max_positions(config: PretrainedConfig) -> int | None:
-    """Return the number of positions of a model by its (text) configuration; None if it states no limit."""
-    # MPT has no other name for it: its biases are made for this number of positions.
-    return getattr(config, "max_position_embeddings", None) or getattr(config, "max_seq_len", None)
 
 
 @dataclass(frozen=True)

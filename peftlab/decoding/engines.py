@@ -41,7 +41,6 @@ from peftlab.decoding.cache import (
     KVCache,
     Output,
     additive_mask,
-    max_positions,
     paths_of,
     right_padded,
     shape_of,
@@ -50,6 +49,7 @@ from peftlab.decoding.flat import FlatEngine, LayerStructure, Norm, Structure, s
 from peftlab.decoding.recurrent import HYBRIDS, MIXERS, HybridEngine, RecurrentEngine
 from peftlab.decoding.tiled import LANES
 from peftlab.errors import PeftlabError
+from peftlab.models.architectures import max_positions
 from peftlab.models.quantised import int8_maps, unquantised_inputs
 from peftlab.untyped import Unwrapped
 

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from peftlab.decoding.cache import Engine, max_positions
+from peftlab.decoding.cache import Engine
 from peftlab.decoding.decode import StoppingCriteria, decode
 from peftlab.decoding.engines import build_engine
 from peftlab.decoding.sampling import Sampling
 from peftlab.errors import PeftlabError
+from peftlab.models.architectures import max_positions
 from peftlab.tasks.table import GenerateConfig
 from peftlab.untyped import Unwrapped
 

@@ -23,9 +23,9 @@ from peftlab.decoding.cache import (
     KVCache,
     Output,
     additive_mask,
-    max_positions,
     paths_of,
 )
+from peftlab.models.architectures import max_positions
 from peftlab.untyped import KnownModel
 
 _MAX_TOKENS = 32  # tokens of a pass: the states after each are in memory together, gigabytes for a long prompt

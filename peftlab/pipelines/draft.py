@@ -58,6 +58,7 @@ from peftlab.errors import PeftlabError, prefix_errors
 from peftlab.files import Claim, Json, staged_directory, to_json, write_json, write_text
 from peftlab.methods.config import lr_ratio
 from peftlab.methods.inject import adapted_line, count_parameters, inject, is_injected
+from peftlab.models.architectures import max_positions
 from peftlab.models.config import measures_latency, merge_into, verifies_merge
 from peftlab.models.costs import Cost
 from peftlab.models.image_tokens import LIMIT
@@ -417,7 +418,7 @@ def read_text(recipe: DraftRecipe) -> SourceText:
             "draft bench decode it with copies of its prompt, or with a smaller model of its kind as --draft"
         )
     tokenizer = load_tokenizer(recipe.target, **options)
-    limit = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+    limit = max_positions(config.get_text_config(decoder=True))
     images = ImagePrompts(recipe.target, options) if sees_images(config) else None
     prompts: list[list[int]] = []
     if data.prompts is not None:

@@ -12,7 +12,6 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from peftlab.checkpoints.adapter import load_model
-from peftlab.decoding.cache import max_positions
 from peftlab.decoding.decode import PolicyFactory, PolicyInputs, StoppingCriteria, decode, fixed
 from peftlab.decoding.generation import TextStream, answer_inputs, stop_at
 from peftlab.decoding.measurements import (
@@ -34,6 +33,7 @@ from peftlab.drafting.base import (
 from peftlab.drafting.target import eos_ids
 from peftlab.environment import Cpu, describe_cpu, resolve_device
 from peftlab.errors import PeftlabError
+from peftlab.models.architectures import max_positions
 from peftlab.models.load import load_processor, load_tokenizer
 from peftlab.models.quantised import torch_dtype
 from peftlab.pipelines.benchmark import DecodingOptions, StoredWeights, acceptance_head, draft_lengths, stored_weights

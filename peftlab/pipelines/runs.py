@@ -12,10 +12,10 @@ from typing import Literal
 from rich.table import Table
 
 from peftlab.errors import PeftlabError
-from peftlab.files import MARK, Json, is_locked, parse_json, read_mark, read_object, read_text
+from peftlab.files import MARK, Json, is_locked, parse_json, read_mark, read_object
 from peftlab.progress import duration
 from peftlab.reporting.console import LongName
-from peftlab.reporting.facts import label, number, plain_table
+from peftlab.reporting.facts import label, number, plain_table, stored_recipe
 
 _TAIL = 1 << 16  # bytes at the end of metrics.jsonl that are read: the newest steps and evaluation
 
@@ -95,7 +95,7 @@ def _state(place: Path) -> RunState:
     step, loss = (metrics[-1]["step"], steps[-1]["loss"] if steps else None) if metrics else (None, None)
     return RunState(
         run=str(place),
-        kind=_kind(place / "recipe.yaml"),
+        kind=_kind(place),
         state="running" if running else "finished" if results or stream.exists() else "stopped",
         step=step if isinstance(step, int) else None,
         loss=loss if isinstance(loss, float) else None,
@@ -122,15 +122,11 @@ def _newest_lines(file: Path) -> Iterator[dict[str, Json]]:
             yield row
 
 
-def _kind(recipe: Path) -> str:
-    """Return the task and the method of a recipe, or ``draft`` and its kind; ``unknown`` where it cannot be read."""
-    from ruamel.yaml import YAML, YAMLError
-
+def _kind(run: Path) -> str:
+    """Return the task and the method of a run, or ``draft`` and its kind; ``unknown`` where no recipe can be read."""
     try:
-        values = YAML(typ="safe").load(read_text(recipe))
-    except (PeftlabError, YAMLError):
-        values = None
-    if not isinstance(values, dict):
+        _, values = stored_recipe(run)
+    except PeftlabError:
         return "unknown"
     draft, method = values.get("draft"), values.get("method")
     parts = ["draft", draft.get("kind")] if isinstance(draft, dict) else [values.get("task")]

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 
 from peftlab.errors import PeftlabError
 from peftlab.files import typed_value
+from peftlab.models.architectures import max_positions
 from peftlab.models.chunked_sum import chunked_sum
 from peftlab.models.load import eval_mode
 from peftlab.registry import resolve
@@ -381,7 +382,7 @@ def sample(processor: Processor, row: Source, max_length: int, model: nn.Module)
         inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     inputs = {key: value.to(bare.device) for key, value in inputs.items()}
     length, own = inputs["input_ids"].shape[1], bare.generation_config.eos_token_id
-    positions = getattr(bare.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    positions = max_positions(bare.config.get_text_config(decoder=True))
     room = _ANSWER if positions is None else min(_ANSWER, positions - length)
     if room < 1:
         return ""
