@@ -49,7 +49,7 @@ from peftlab.decoding.flat import FlatEngine, LayerStructure, Norm, Structure, s
 from peftlab.decoding.recurrent import HYBRIDS, MIXERS, HybridEngine, RecurrentEngine
 from peftlab.decoding.tiled import LANES
 from peftlab.errors import PeftlabError
-from peftlab.models.architectures import max_positions
+from peftlab.models.load import max_positions
 from peftlab.models.quantised import int8_maps, unquantised_inputs
 from peftlab.untyped import Unwrapped
 

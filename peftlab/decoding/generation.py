@@ -17,7 +17,7 @@ from peftlab.decoding.decode import StoppingCriteria, decode
 from peftlab.decoding.engines import build_engine
 from peftlab.decoding.sampling import Sampling
 from peftlab.errors import PeftlabError
-from peftlab.models.architectures import max_positions
+from peftlab.models.load import max_positions
 from peftlab.tasks.table import GenerateConfig
 from peftlab.untyped import Unwrapped
 

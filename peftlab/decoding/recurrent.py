@@ -25,7 +25,7 @@ from peftlab.decoding.cache import (
     additive_mask,
     paths_of,
 )
-from peftlab.models.architectures import max_positions
+from peftlab.models.load import max_positions
 from peftlab.untyped import KnownModel
 
 _MAX_TOKENS = 32  # tokens of a pass: the states after each are in memory together, gigabytes for a long prompt

@@ -169,12 +169,6 @@ QUERY_VALUE: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 
 
-def max_positions(config: PretrainedConfig) -> int | None:
-    """Return the number of positions of a model by its (text) configuration; None if it states no limit."""
-    # MPT has no other name for it: its biases are made for this number of positions.
-    return getattr(config, "max_position_embeddings", None) or getattr(config, "max_seq_len", None)
-
-
 # model_type -> modules whose weights the module above them uses without calling them, by name suffix: as an argument of
 # a fused kernel, or in a product of its own. A low-rank addition to one would not act.
 UNCALLED: dict[str, tuple[str, ...]] = {

@@ -263,6 +263,12 @@ def sees_images(config: PretrainedConfig) -> bool:
     return seeing is not None and OF_TEXT.get(config.model_type, seeing) == seeing and not config.is_encoder_decoder
 
 
+def max_positions(config: PretrainedConfig) -> int | None:
+    """Return the number of positions of a model by its (text) configuration; None if it states no limit."""
+    # MPT has no other name for it: its biases are made for this number of positions.
+    return getattr(config, "max_position_embeddings", None) or getattr(config, "max_seq_len", None)
+
+
 def load_tokenizer(reference: str, *, revision: str | None = None, **options: object) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a model, finetuned or not (``models.config``); errors as in ``load_base``.
 

@@ -58,11 +58,10 @@ from peftlab.errors import PeftlabError, prefix_errors
 from peftlab.files import Claim, Json, staged_directory, to_json, write_json, write_text
 from peftlab.methods.config import lr_ratio
 from peftlab.methods.inject import adapted_line, count_parameters, inject, is_injected
-from peftlab.models.architectures import max_positions
 from peftlab.models.config import measures_latency, merge_into, verifies_merge
 from peftlab.models.costs import Cost
 from peftlab.models.image_tokens import LIMIT
-from peftlab.models.load import language_model_class, load_config, load_tokenizer, sees_images, storage
+from peftlab.models.load import language_model_class, load_config, load_tokenizer, max_positions, sees_images, storage
 from peftlab.pipelines.benchmark import HEAD_FILE, acceptance_head, draft_lengths
 from peftlab.pipelines.directory import provenance, run_directory, stored_results, write_and_print_results
 from peftlab.pipelines.merge import COMPARING, TIMING, Latency, MergeCheck, merge_latency, verify_merge

@@ -33,8 +33,7 @@ from peftlab.drafting.base import (
 from peftlab.drafting.target import eos_ids
 from peftlab.environment import Cpu, describe_cpu, resolve_device
 from peftlab.errors import PeftlabError
-from peftlab.models.architectures import max_positions
-from peftlab.models.load import load_processor, load_tokenizer
+from peftlab.models.load import load_processor, load_tokenizer, max_positions
 from peftlab.models.quantised import torch_dtype
 from peftlab.pipelines.benchmark import DecodingOptions, StoredWeights, acceptance_head, draft_lengths, stored_weights
 from peftlab.tasks.batches import padding_or_end

@@ -21,9 +21,8 @@ from transformers import PreTrainedModel
 
 from peftlab.errors import PeftlabError
 from peftlab.files import typed_value
-from peftlab.models.architectures import max_positions
 from peftlab.models.chunked_sum import chunked_sum
-from peftlab.models.load import eval_mode
+from peftlab.models.load import eval_mode, max_positions
 from peftlab.registry import resolve
 from peftlab.tasks.batches import Row, eval_batches, packed_rows, padding_or_end, seeded_order, seeded_subset
 from peftlab.tasks.conversations import (
