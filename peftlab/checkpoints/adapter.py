@@ -227,13 +227,12 @@ def read_adapter(source: str | Path, *, lora_alpha: float | None = None, allow_n
 
 
 def adapter_directory(path: Path) -> Path:
-    """Return the directory of an adapter's files, which ``path`` is, or ``adapter/`` of a run.
+    """Return the directory of an adapter's files: ``path``, or else its ``adapter/``, as of a run.
 
     Raises:
         PeftlabError: there is none.
     """
-    if (path / "adapter" / CONFIG_FILE).exists():
-        path = path / "adapter"
+    path = next((place for place in (path, path / "adapter") if (place / CONFIG_FILE).exists()), path)
     if not (path / CONFIG_FILE).exists():
         raise PeftlabError(f"{path}: not an adapter (it has no {CONFIG_FILE})")
     return path

@@ -77,8 +77,11 @@ def combine(
     generator = torch.Generator().manual_seed(seed)
     tensors = _tensors_besides_factors(adapters)
     pairs = _pairs(adapters, configs, weights)
+    if not pairs:
+        raise PeftlabError("the adapters contain no LoRA factors to combine")
     ranks = {a.shape[1] for items in pairs.values() for a, _, _ in items}
-    new = {"cat": sum(max(_ranks(adapter)) for adapter in adapters), "svd": rank or max(ranks)}.get(method, max(ranks))
+    summed = sum(max(_ranks(adapter), default=0) for adapter in adapters)
+    new = {"cat": summed, "svd": rank or max(ranks)}.get(method, max(ranks))
     for name, items in pairs.items():
         if method == "cat":
             a, b = _cat(items, new)
@@ -93,7 +96,8 @@ def combine(
         factors = _join_experts(a, b, own[0].shape[1:])
         tensors[name], tensors[f"{name[:-1]}B"] = (factor.to(dtype) for factor in factors)
     base, notes = _base(adapters)
-    return replace(adapters[0], config=_config(configs, pairs, new), tensors=tensors, base=base, notes=notes)
+    named = next((adapter for adapter in adapters if adapter.base_reference), adapters[0])
+    return replace(named, config=_config(configs, pairs, new), tensors=tensors, base=base, notes=notes)
 
 
 def _base(adapters: Sequence[Adapter]) -> tuple[dict[str, Json], tuple[str, ...]]:
@@ -160,8 +164,9 @@ def _pairs(adapters: Sequence[Adapter], configs: Sequence[LoraConfig], weights: 
                 if b is None or b.flatten(1).shape[1] != len(a):
                     rank = "no" if b is None else f"a rank of {b.flatten(1).shape[1]}, not {len(a)}, in"
                     raise PeftlabError(f"{name}: the adapter has {rank} {name[:-1]}B")
-                r = config.rank(found[1])
-                pairs.setdefault(name, []).append((*_by_expert(a, b, r), weight * config.scale(found[1], r)))
+                module = config.looked_up(found[1], adapter.tensors)
+                r = config.rank(module)
+                pairs.setdefault(name, []).append((*_by_expert(a, b, r), weight * config.scale(module, r)))
     for name, items in pairs.items():
         sizes = {(len(a), b.shape[1], a.shape[2]) for a, b, _ in items}
         if len(sizes) > 1:
@@ -185,7 +190,8 @@ def _plain_lora(adapter: Adapter) -> LoraConfig:
 
 def _ranks(adapter: Adapter) -> set[int]:
     config = _plain_lora(adapter)
-    return {config.rank(found[1]) for name in adapter.tensors if (found := _A.fullmatch(name))}
+    modules = [found[1] for name in adapter.tensors if (found := _A.fullmatch(name))]
+    return {config.rank(config.looked_up(module, adapter.tensors)) for module in modules}
 
 
 def _tensors_besides_factors(adapters: Sequence[Adapter]) -> dict[str, Tensor]:
@@ -278,7 +284,8 @@ _OF_WHOLE_TENSORS = ("bias", "trainable_token_indices", "ensure_weight_tying")
 
 def _config(configs: Sequence[LoraConfig], pairs: dict[str, Items], rank: int) -> LoraConfig:
     for field in _OF_WHOLE_TENSORS:
-        values = [getattr(config, field) for config in configs]
+        tying = field == "ensure_weight_tying"  # is about modules that train whole
+        values = [getattr(config, field) for config in configs if config.modules_to_save or not tying]
         if differing := [value for value in values if value != values[0]]:
             raise PeftlabError(f"the adapters have different {field}: {values[0]} and {differing[0]}")
     saved = dict.fromkeys(name for config in configs for name in config.modules_to_save or [])

@@ -38,7 +38,7 @@ from peftlab.checkpoints.adapter_contents import (
     single_expert,
     split_experts,
 )
-from peftlab.checkpoints.gguf import GgufModel, write_lora
+from peftlab.checkpoints.gguf import GgufBase, GgufModel, write_lora
 from peftlab.checkpoints.merge_plan import MergeOptions, plan_merge, task_model
 from peftlab.checkpoints.peft_format import PREFIX, lost_start
 from peftlab.checkpoints.tensors import write_tensors
@@ -47,6 +47,7 @@ from peftlab.errors import PeftlabError, did_you_mean, reason
 from peftlab.files import staged_directory, staged_file, write_json
 from peftlab.methods.config import METHODS, LoraConfig
 from peftlab.methods.lora.plan import NEEDS_BASE
+from peftlab.models.config import model_place
 from peftlab.models.load import load_config, tied_names
 from peftlab.untyped import LoadedKeys
 
@@ -715,14 +716,19 @@ def _write_gguf(
         )
     if not factors:
         raise PeftlabError(f"{source} contains no factors")
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
     base_config = load_config(reference, revision=adapter.revision if base is None else None)
-    class_name = str(adapter.base.get("architecture") or (base_config.architectures or ["AutoModelForCausalLM"])[0])
-    if not reference.endswith(".gguf"):
+    kinds = base_config.architectures or [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(base_config.model_type, "AutoModel")]
+    class_name, stored = str(adapter.base.get("architecture") or kinds[0]), None
+    if reference.endswith(".gguf"):
+        stored = GgufBase(model_place(reference))
+    else:
         fit = _fit_or_none(source, reference, given=True)
         class_name = fit.architecture if fit is not None else class_name
     inputs = {"the adapter": Path(source), "the base model": Path(reference)}
     with staged_file(out, overwrite=overwrite, inputs=inputs) as staging:
-        rank = write_lora(staging / out.name, GgufModel(base_config, class_name), factors, out.stem)
+        rank = write_lora(staging / out.name, GgufModel(base_config, class_name), factors, out.stem, stored)
     serve = f"serve with llama-server -m BASE.gguf --lora {out}"
     return Conversion(str(out), name, rank, len(factors), [], serve, "alpha / rank is 1 for each pair of factors")
 

@@ -845,7 +845,9 @@ def load_values(model: PreTrainedModel, path: Path) -> None:
             parameter.copy_(values - made.offset(found.name))
 
 
-def write_lora(path: Path, model: GgufModel, factors: Mapping[str, tuple[Tensor, Tensor]], name: str) -> int:
+def write_lora(
+    path: Path, model: GgufModel, factors: Mapping[str, tuple[Tensor, Tensor]], name: str, base: GgufBase | None = None
+) -> int:
     """Write factors as an adapter of llama.cpp's, and return the highest rank.
 
     The engine adds alpha / rank · B·A with the rank of each pair: alpha is the highest rank, and a B of a lower one is
@@ -854,10 +856,10 @@ def write_lora(path: Path, model: GgufModel, factors: Mapping[str, tuple[Tensor,
     Args:
         path: the file. model: the base.
         factors: A (r, in) and B (out, r), with the scaling in B, by module; of an embedding, in is the vocabulary.
-        name: of the adapter.
+        name: of the adapter. base: the base's file, whose shapes the factors must have.
 
     Raises:
-        PeftlabError: llama.cpp has no matrix for a module.
+        PeftlabError: llama.cpp has no matrix for a module, or the base's matrix is of another shape.
     """
     highest = max(a.shape[0] for a, _ in factors.values())
     values: dict[str, Tensor] = {}
@@ -865,6 +867,13 @@ def write_lora(path: Path, model: GgufModel, factors: Mapping[str, tuple[Tensor,
         matrix = model.tensor_name(f"{module}.weight")
         if matrix is None:
             raise PeftlabError(f"llama.cpp's {model.name} has no matrix for {module}; merge the adapter instead")
+        sides = (b.shape[0], a.shape[1])
+        sides = sides[::-1] if matrix == "token_embd.weight" else sides
+        if base is not None and matrix in base.tensors and base.tensors[matrix].shape != sides:
+            raise PeftlabError(
+                f"{module}: the factors are for a matrix of {sides[0]} × {sides[1]}; {base.path.name} has "
+                f"{' × '.join(map(str, base.tensors[matrix].shape))}"
+            )
         if matrix == "token_embd.weight":
             if model.config.tie_word_embeddings:
                 raise PeftlabError(

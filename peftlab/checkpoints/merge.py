@@ -38,7 +38,15 @@ from peftlab.checkpoints.gguf import (
 from peftlab.checkpoints.merge_plan import MergeOptions, MergePlan, Target, plan_merge
 from peftlab.checkpoints.merge_steps import Figures, MergeReport, Steps
 from peftlab.checkpoints.quantised import quantization_config
-from peftlab.checkpoints.tensors import Copy, OutputFile, open_shards, run, write_tensors
+from peftlab.checkpoints.tensors import (
+    SAFETENSORS,
+    SAFETENSORS_INDEX,
+    Copy,
+    OutputFile,
+    open_shards,
+    run,
+    write_tensors,
+)
 from peftlab.errors import PeftlabError
 from peftlab.files import (
     MARK,
@@ -56,7 +64,7 @@ from peftlab.files import (
 from peftlab.methods.config import METHODS
 from peftlab.models.architectures import PlainModel, decoder, decoder_config, inside
 from peftlab.models.config import base_directory, find_model, model_place, refuse_gated
-from peftlab.models.load import check_directory, load_config, load_tokenizer, places
+from peftlab.models.load import check_directory, language_model_class, load_config, load_tokenizer, places
 from peftlab.references import upload
 from peftlab.untyped import Attributes
 
@@ -65,7 +73,12 @@ if TYPE_CHECKING:
 
 
 def merge_checkpoint(
-    adapter: str | Path | Adapter, base: str | Path | None, out: str | Path, options: MergeOptions | None = None
+    adapter: str | Path | Adapter,
+    base: str | Path | None,
+    out: str | Path,
+    options: MergeOptions | None = None,
+    *,
+    combined: Sequence[Path] = (),
 ) -> MergeReport:
     """Write ``base`` with ``adapter`` folded into its weights to ``out``: a plain Hugging Face directory.
 
@@ -79,19 +92,21 @@ def merge_checkpoint(
         adapter: an adapter directory (peftlab's, peft's or AdapterHub's), a run directory, or a combined adapter.
         base: reference of the base model; None for the one the adapter names.
         options: default: ``MergeOptions()``.
+        combined: directories of the adapters that a combined one is made of.
 
     Raises:
         PeftlabError: the adapter has no linear fold or does not fit the base; a file is missing or damaged; a
             parameter is in neither; ``out`` exists or is inside the base directory; the disk is full.
     """
     options = options or MergeOptions()
+    places = list(combined) if isinstance(adapter, Adapter) else [Path(adapter)]
+    for directory in (each for place in places for each in (place, place / "adapter")):
+        refuse_gated(directory)
     if isinstance(adapter, Adapter):
-        place, name, read = None, "combined", adapter
+        name, read = "combined", adapter
     else:
-        place, name = Path(adapter), str(adapter)
-        for directory in (place, place / "adapter"):
-            refuse_gated(directory)
-        read = read_adapter(place, lora_alpha=options.lora_alpha, allow_nonfinite=options.allow_nonfinite)
+        name = str(adapter)
+        read = read_adapter(adapter, lora_alpha=options.lora_alpha, allow_nonfinite=options.allow_nonfinite)
     _refuse_without_fold(read, name)
     reference = str(base or read.base_reference or "")
     if not reference:
@@ -108,13 +123,14 @@ def merge_checkpoint(
         accounts = plan.accounts()
         into = "original" if read.base.get("format") else None  # of a base that was quantised on disk or in training
         into = "dequantised" if plan.trained is not None or dequantised else into
-        inputs = {"the base model": base_file or directory, "the adapter": place}
+        inputs: dict[str, Path | None] = {"the base model": base_file or directory}
+        inputs |= {f"the adapter {place}" if len(places) > 1 else "the adapter": place for place in places}
         stage = partial(staged_file, out) if to_file else partial(staged_directory, out, "model")
         try:
             with stage(overwrite=options.overwrite, inputs=inputs) as staging:
                 figures = Figures()
-                notes += copy_side_files(directory, place, staging)
-                write_model_config(plan, staging)
+                notes += copy_side_files(directory, places, staging)
+                write_model_config(plan, directory, staging)
                 dtype = plan.dtype if plan.plain is None else "float8_e4m3fn"
                 if to_file:
                     metadata = {"general.name": out.stem, "general.description": "merged by peftlab"}
@@ -204,7 +220,8 @@ def _write_weights(plan: MergePlan, staging: Path, figures: Figures, options: Me
     outputs: list[OutputFile] = []
     try:
         for name, targets in plan.files.items():
-            outputs.append(OutputFile(staging / name, {t.key: (t.dtype, t.shape) for t in targets}))
+            own = name if len(plan.files) > 1 else SAFETENSORS  # the only name that is found without an index
+            outputs.append(OutputFile(staging / own, {t.key: (t.dtype, t.shape) for t in targets}))
         where = {key: output for output in outputs for key in output.entries}
         largest = max(output.entries[key].nbytes for key, output in where.items())
         run(Steps(plan, where, figures, options), budget=2 * largest)
@@ -220,7 +237,7 @@ def _write_weights(plan: MergePlan, staging: Path, figures: Figures, options: Me
             "metadata": {"total_parameters": count, "total_size": total},
             "weight_map": {key: output.path.name for key, output in where.items()},
         }
-        write_text(staging / "model.safetensors.index.json", json.dumps(index, indent=2, sort_keys=True) + "\n")
+        write_text(staging / SAFETENSORS_INDEX, json.dumps(index, indent=2, sort_keys=True) + "\n")
     return total
 
 
@@ -390,8 +407,12 @@ def _save_plain(reference: str, adapter: Adapter, directory: Path, options: Merg
 
     Return notes on the files that were left out.
     """
-    architecture = str(adapter.base.get("architecture") or "AutoModelForCausalLM")
+    import transformers
+
     loading: Attributes = {"trust_remote_code": True} if options.trust_remote_code else {}
+    config = load_config(reference, revision=options.revision, **loading)
+    own = next((name for name in config.architectures or () if hasattr(transformers, name)), None)
+    architecture = str(adapter.base.get("architecture") or own or language_model_class(config))
     model, _ = load_model(reference, architecture, revision=options.revision, **loading)
     quantised = getattr(model.config, "quantization_config", None) is not None
     if quantised:
@@ -434,14 +455,16 @@ def _add_unread(model: PreTrainedModel, quantised: Path, directory: Path) -> Non
         saved = {key: shard.path.name for shard in open_shards(directory) for key in shard.entries}
         write_tensors(directory / "model-unread.safetensors", tensors, {})
         index = {"metadata": {}, "weight_map": saved | dict.fromkeys(unread, "model-unread.safetensors")}
-        write_json(directory / "model.safetensors.index.json", index)
+        write_json(directory / SAFETENSORS_INDEX, index)
     for shard in shards:
         shard.close()
 
 
 TOKENIZER = (
-    "tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "*.spm", "*.tiktoken",
-    "sentencepiece*", "spiece*", "*.bpe", "bpe.codes", "normalizer.json", "chat_template*", "additional_chat_templates",
+    "tokenizer*", "*.tokenizer", "*vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "*.spm",
+    "spm*.model", "*.tiktoken", "tekken.json", "sentencepiece*", "spiece*", "*.bpe", "bpe.codes", "normalizer.json",
+    "dict.txt", "emoji.json", "byte_maps.json", "word_shape.json", "word_pronunciation.json", "chat_template*",
+    "additional_chat_templates",
 )  # fmt: skip
 OTHERS = (
     "generation_config.json", "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json",
@@ -449,25 +472,34 @@ OTHERS = (
 )  # fmt: skip
 
 
-def copy_side_files(base: Path, adapter: Path | None, out: Path) -> list[str]:
+def copy_side_files(base: Path, adapters: Sequence[Path], out: Path) -> list[str]:
     """Copy tokenizer, chat templates, custom code and licence to ``out``; return notes on what was left out.
 
-    The tokenizer is the adapter's or run's if that directory has one (its vocabulary may have grown), else the
-    base's. A symbolic link out of its directory is not followed: its target may be private.
+    The tokenizer is that of the first adapter or run whose directory has one (its vocabulary may have grown), else
+    the base's. A symbolic link out of its directory is not followed: its target may be private.
 
     Args:
-        base: the base's directory. adapter: the adapter's or run's; None where it has none. out: the merged one.
+        base: the base's directory. adapters: those of adapters or runs. out: the merged one.
     """
-    homes = [adapter / "adapter", adapter] if adapter is not None else []
-    own = next((home for home in homes if (home / "tokenizer_config.json").exists()), None)
-    return _copy(own or base, out, TOKENIZER) + _copy(base, out, OTHERS)
+    homes = [home for place in adapters for home in (place / "adapter", place)]
+    own = [home for home in homes if (home / "tokenizer_config.json").exists()]
+    notes = _copy(own[0] if own else base, out, TOKENIZER) + _copy(base, out, OTHERS)
+    if len(own) > 1 and any(_files(home, TOKENIZER) != _files(own[0], TOKENIZER) for home in own[1:]):
+        notes.append(f"the adapters have different tokenizers; that of {own[0]} was copied")
+    return notes
 
 
-def write_model_config(plan: MergePlan, out: Path) -> None:
+def _files(directory: Path, patterns: tuple[str, ...]) -> dict[str, bytes]:
+    """Return the contents of a directory's files whose names match a pattern."""
+    matching = (file for file in directory.iterdir() if any(fnmatch(file.name, pattern) for pattern in patterns))
+    return {file.name: file.read_bytes() for file in matching if file.is_file()}
+
+
+def write_model_config(plan: MergePlan, base: Path, out: Path) -> None:
     """Write ``config.json``, and ``generation_config.json`` where the model generates and none was copied.
 
     Args:
-        plan: of the merge. out: the merged directory.
+        plan: of the merge. base: the base's directory. out: the merged directory.
     """
     model = plan.model
     if isinstance(model, PlainModel):
@@ -491,7 +523,12 @@ def write_model_config(plan: MergePlan, out: Path) -> None:
         config.quantization_config = quantization_config(plan.plain)
     config.save_pretrained(out)
     if model.can_generate() and not (out / "generation_config.json").exists():
-        model.generation_config.save_pretrained(out)
+        generation = model.generation_config
+        # Earlier versions wrote these settings into config.json, from which a model on the meta device takes none.
+        for key, value in read_object(base / "config.json").items():
+            if key in vars(generation) and key != "transformers_version":
+                setattr(generation, key, value)
+        write_text(out / "generation_config.json", generation.to_json_string())
 
 
 def merge_card(report: MergeReport, base: Path, out: Path, options: MergeOptions) -> str:
@@ -625,9 +662,13 @@ def _refuse_another_base(merged: Path, base: Path, changed: set[str]) -> None:
         if other is None or other in changed:
             continue
         ours, theirs = merged_shards[other].read(other), shard.read(key)
-        if ours.dtype == theirs.dtype and (ours.shape != theirs.shape or ours.ne(theirs).any()):
+        if ours.dtype != theirs.dtype:  # of a merge to another dtype, unless one of them contains a quantiser's codes
+            if not all(one.is_floating_point() and one.element_size() > 1 for one in (ours, theirs)):
+                continue
+            theirs = theirs.to(ours.dtype)
+        if ours.shape != theirs.shape or ours.ne(theirs).any():
             raise PeftlabError(f"{merged} was not made of {base}: {other} differs, and the merge did not change it")
-        compared += ours.dtype == theirs.dtype
+        compared += 1
     if not compared and not changed & merged_shards.keys():
         raise PeftlabError(f"{merged} was not made of {base}: they have no weights in common")
 

@@ -555,9 +555,12 @@ def to_peft_config(model: nn.Module, injection: Injection, reference: str | None
     whole += sorted(twins - set(whole))
     transposed = any(isinstance(model.get_submodule(name), conv1d()) for name in injection.replaced)
     ranks, alphas = _ranks_and_alphas(model, config, leaves, matrices)
+    task, kind = _task_type(model, whole), type(model)
     raw: dict[str, object] = {
         "peft_type": "LORA",
-        "task_type": _task_type(model, whole),
+        "task_type": task,
+        # By one of the two, peft's ``AutoPeftModel...`` classes know the class of the base model.
+        "auto_mapping": None if task else {"base_model_class": kind.__name__, "parent_library": kind.__module__},
         "base_model_name_or_path": reference,
         "inference_mode": True,
         "r": config.r,
@@ -624,7 +627,15 @@ def _whole_tied_aliases(model: nn.Module) -> dict[str, str]:
 
 
 def _task_type(model: nn.Module, whole: list[str]) -> str | None:
-    """Return peft's name of a classifier's task, where the model trains what peft then expects in the file."""
+    """Return peft's name of a decoder's or classifier's task; None for a classifier that leaves out what peft expects.
+
+    Args:
+        model: of any class. whole: the modules that train whole.
+    """
+    if re.search("(ForCausalLM|LMHeadModel)$", type(model).__name__) and hasattr(
+        model, "prepare_inputs_for_generation"
+    ):
+        return "CAUSAL_LM"
     heads = [name for name in ("classifier", "score") if isinstance(getattr(model, name, None), nn.Module)]
     kind = re.search("For(Sequence|Token)Classification$", type(model).__name__)
     if kind is None or not all(inside(name, whole) for name in heads):

@@ -427,7 +427,7 @@ class PickleShard(Shard):
 
 
 def open_shards(directory: Path) -> list[Shard]:
-    """Return the weight files of a model directory, safetensors before pickle, indexed before single.
+    """Return the weight files of a model directory as transformers reads them: safetensors first, a single file first.
 
     Raises:
         PeftlabError: no weights, a missing or damaged file, a key in two files, or an index that does not fit.
@@ -436,15 +436,15 @@ def open_shards(directory: Path) -> list[Shard]:
         single, index, open_file = directory / SAFETENSORS, directory / SAFETENSORS_INDEX, _open_safetensors
     else:
         single, index, open_file = directory / PICKLE, directory / PICKLE_INDEX, _open_pickle
-    if index.exists():
+    if single.exists():
+        shards = [open_file(single)]
+    elif index.exists():
         weight_map = _read_index(index)
         shards = [open_file(directory / name) for name in sorted(set(weight_map.values()))]
         entries = {shard.path.name: shard.entries for shard in shards}
         for key, name in weight_map.items():
             if key not in entries[name]:
                 raise PeftlabError(f"{index}: {key!r} is not in {name}")
-    elif single.exists():
-        shards = [open_file(single)]
     else:
         raise PeftlabError(f"{directory}: no weights (neither {SAFETENSORS} nor {PICKLE}, whole or in shards)")
     owner: dict[str, Path] = {}

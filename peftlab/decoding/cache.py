@@ -15,16 +15,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from peftlab.decoding.table import Window
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True)

@@ -214,6 +214,7 @@ class Verified:
         paths: accepted nodes of each row, as indices into the draft.
         next_tokens: the token after each path.
         next_was_drafted: of each row, whether that token was drafted, too, and accepted (``PearlDrafter``); None: none.
+        kept: of each row, how many of the path's tokens and the next one are output: fewer where it ends among them.
     """
 
     inputs: Tensor
@@ -222,6 +223,7 @@ class Verified:
     paths: list[list[int]]
     next_tokens: list[int]
     next_was_drafted: list[bool] | None = None
+    kept: list[int] = field(default_factory=list)
 
 
 @dataclass
@@ -451,7 +453,8 @@ def decode(
     """Decode a batch of prompts of any lengths.
 
     Greedy output equals plain greedy decoding token for token (to rounding, and so in float32); sampled output
-    follows the target's distribution. Rows of a batch do not influence one another.
+    follows the target's distribution. Rows of a batch do not influence one another, but for the random numbers of samples
+    whose drafter learns from all rows (``TokenRecycling``).
 
     Args:
         target: the model whose output it is.
@@ -568,13 +571,18 @@ class _Batch:
         for row, generator in zip(rows, self._generators(rows), strict=True):
             row.generator = generator
         verified = self._verify(rows, self._propose(rows))
+        draft, tokens = verified.draft, verified.draft.tokens.tolist()
+        runs = [
+            [*(drafted[node] for node in path), following]
+            for drafted, path, following in zip(tokens, verified.paths, verified.next_tokens, strict=True)
+        ]
+        ends = [self._end_of_output(row, run) for row, run in zip(rows, runs, strict=True)]
+        verified.kept = [kept for kept, _ in ends]
         if self.observe is not None:
             self.observe(rows, verified)
-        draft = verified.draft
         parents = [None] * len(rows) if draft.parents is None else draft.parents
         ahead = verified.next_was_drafted or [False] * len(rows)
-        emitted = verified.paths, verified.next_tokens, ahead
-        outcome = zip(rows, parents, draft.tokens.tolist(), *emitted, strict=True)
+        outcome = zip(rows, parents, tokens, verified.paths, ahead, runs, ends, strict=True)
         ended = {row.index for row, *emitted in outcome if self._emit(row, *emitted)}
         if self.drafter is not None:
             self.drafter.accept(rows, verified)
@@ -623,22 +631,28 @@ class _Batch:
         return accept(output.logits, *drafted, self.sampling, generators, self.verifier)
 
     def _emit(
-        self, row: Row, parents: Sequence[int] | None, tokens: list[int], path: list[int], following: int, ahead: bool
+        self,
+        row: Row,
+        parents: Sequence[int] | None,
+        tokens: list[int],
+        path: list[int],
+        ahead: bool,
+        run: list[int],
+        end: tuple[int, str | None],
     ) -> bool:
         """Append a row's accepted tokens and the next token to its output; return whether the output has ended.
 
         Args:
             row: the sequence. parents, tokens: of its N drafted nodes. path: the accepted nodes.
-            following: the next token. ahead: whether that one was drafted, too.
+            ahead: whether the next token was drafted, too. run: the path's tokens and the next one.
+            end: as ``_end_of_output`` returned it.
         """
         self.cache.commit(row.slot, len(row.tokens), path)
         depths = range(1, len(tokens) + 1) if parents is None else depths_of(parents)
         drafted = max((depth for depth, token in zip(depths, tokens, strict=True) if token >= 0), default=0)
         accepted = len(path) + ahead
         row.policy.update(drafted, accepted)
-        run = [*(tokens[node] for node in path), following]
-        result = self.results[row.index]
-        kept, reason = self._end_of_output(result.tokens, run, row)
+        result, (kept, reason) = self.results[row.index], end
         result.tokens += run[:kept]
         row.tokens += run[:kept]
         # Tokens past the end were never output: neither they nor their acceptance count.
@@ -649,9 +663,9 @@ class _Batch:
         result.reason = reason or result.reason
         return reason is not None
 
-    def _end_of_output(self, before: list[int], run: list[int], row: Row) -> tuple[int, str | None]:
-        """Return the number of accepted tokens that are output, and the reason if the output ends there."""
-        room = _remaining_tokens(self.target, row, self.stopping)
+    def _end_of_output(self, row: Row, run: list[int]) -> tuple[int, str | None]:
+        """Return how many of a row's accepted tokens are output, and the reason if the output ends there."""
+        room, before = _remaining_tokens(self.target, row, self.stopping), self.results[row.index].tokens
         for n, token in enumerate(run, start=1):
             if token in self.stopping.eos:
                 return n, "eos"

@@ -172,11 +172,11 @@ class TextStream:
         return str(self._tokenizer.decode(self._ids, skip_special_tokens=True))
 
     def _withheld_length(self, text: str) -> int:
-        broken = len(text) - len(text.rstrip(BROKEN))
+        whole = text.rstrip(BROKEN)
         prefixes = (
-            n for stop in self._stops for n in range(min(len(stop), len(text)), 0, -1) if text.endswith(stop[:n])
+            n for stop in self._stops for n in range(min(len(stop), len(whole)), 0, -1) if whole.endswith(stop[:n])
         )
-        return max(broken, max(prefixes, default=0))
+        return len(text) - len(whole) + max(prefixes, default=0)
 
     def _new_text(self, text: str) -> str:
         piece = text[self._returned :]

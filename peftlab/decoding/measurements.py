@@ -387,9 +387,8 @@ class OverlapMeter:
         if logits is None or verified.draft.parents is not None:
             return
         settings = Sampling(temperature=1.0) if self.sampling.greedy else self.sampling
-        for i, path in enumerate(verified.paths):
-            drafted = int((verified.draft.tokens[i] >= 0).sum())
-            n = min(len(path) + 1, drafted)
+        for i, kept in enumerate(verified.kept):
+            n = min(kept, int((verified.draft.tokens[i] >= 0).sum()))
             p = settings.probabilities(verified.output.logits[i, :n])
             q = settings.probabilities(logits[i, :n])
             guess = q.argmax(-1)
@@ -466,10 +465,10 @@ class DistanceMeter:
             laws, allowed = self.rule.distribution_and_mask(verified.output.logits, self.sampling)
         else:
             laws = self.sampling.probabilities(verified.output.logits)
-        for i, path in enumerate(verified.paths):
+        for i, (path, kept) in enumerate(zip(verified.paths, verified.kept, strict=True)):
             tokens = draft.tokens[i].tolist()
             drawn = one_hot(draft.tokens[i], laws) if draft.probs is None else draft.probs[i]
-            for node in (-1, *path):
+            for node in (-1, *path)[:kept]:
                 below = [
                     child for child, parent in enumerate(draft.parents_of(i)) if parent == node and tokens[child] >= 0
                 ]

@@ -39,7 +39,7 @@ from peftlab.decoding.theory import DraftCost, TargetWeights
 from peftlab.drafting.acceptance import Reliability
 from peftlab.drafting.config import DraftConfig, DraftData, DraftObjective
 from peftlab.drafting.table import DRAFTS, DraftRow, find_draft
-from peftlab.drafting.target import end_ids, eos_ids, head_weight
+from peftlab.drafting.target import end_ids, head_weight
 from peftlab.environment import resolve_device
 from peftlab.errors import PeftlabError, did_you_mean
 from peftlab.files import Json
@@ -305,7 +305,7 @@ class TargetLoader:
         layers = own(engine) if own is not None else None
         embedding = model.get_input_embeddings().get_parameter("weight").detach()[: engine.vocab_size]
         return Pair(
-            engine, self.tokenizer, eos_ids(model), weights, embedding,
+            engine, self.tokenizer, end_ids(model, self.tokenizer), weights, embedding,
             draft=layers.engine if layers is not None else whole, own=layers, whole=whole, heads=heads, network=network,
             masks=masks, warnings=warnings, images=self.images,
         )  # fmt: skip

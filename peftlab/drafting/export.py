@@ -74,6 +74,8 @@ def export_draft(
     """
     if consumer not in (consumers := (*CONSUMERS, SPECULATORS, LLAMA_CPP, STITCHED)):
         raise PeftlabError(f"--for {consumer}: one of {', '.join(consumers)}{did_you_mean(consumer, consumers)}")
+    if gamma < 1:
+        raise PeftlabError(f"--gamma {gamma}: an engine drafts at least one token per step")
     source, out = Path(source), Path(out)
     if not source.is_dir():
         raise PeftlabError(f"{source}: no such directory{similar_path(str(source))}")

@@ -421,7 +421,7 @@ def measure_heads(model: HeadedModel, data: Dataset, batch_size: int = 16) -> tu
         if is_injected(model.trunk):
             with disabled(model.trunk):
                 base = frozen_hidden(model, ids, mask)
-        for i in range(count):
+        for i in range(min(count, ids.shape[1] - 1)):
             both = places[:, : -(i + 1)] & places[:, i + 1 :]
             late = base[:, i + 1 :][both]
             early, weight = model.heads.product(i, hidden[:, : -(i + 1)][both], known_tokens(ids, i + 1)[both])

@@ -126,7 +126,8 @@ def end_ids(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> froz
     Args:
         target: whose generation or model configuration names them. tokenizer: the target's.
     """
-    return eos_ids(target) or frozenset(filter(None, [tokenizer.eos_token_id]))
+    own = tokenizer.eos_token_id
+    return eos_ids(target) or frozenset([] if own is None else [own])
 
 
 M = TypeVar("M", bound=PreTrainedModel)
@@ -178,10 +179,12 @@ def layer_stack(model: PreTrainedModel) -> nn.ModuleList:
 
 def _renumber(draft: PreTrainedModel, layers: Sequence[int]) -> None:
     config = draft.config.get_text_config(decoder=True)
-    config.num_hidden_layers = len(layers)
+    count, config.num_hidden_layers = config.num_hidden_layers, len(layers)
     for name, value in list(vars(config).items()):
-        if name.endswith("layer_types") and isinstance(value, list):
+        if "layer" in name and isinstance(value, list) and len(value) == count:  # one entry for each layer
             setattr(config, name, [value[i] for i in layers])
+    if getattr(config, "attention_types", None):  # GPT-Neo's short form of one of these lists
+        config.attention_types = [[[kind], 1] for kind in config.attention_layers]
     for number, layer in enumerate(layer_stack(draft)):
         for module in layer.modules():
             if "layer_idx" in vars(module):

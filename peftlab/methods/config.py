@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Annotated, Literal, TypeVar, get_args
@@ -158,13 +158,22 @@ class LoraConfig(MethodConfig):
             found = re.fullmatch(r"(.+?)[._]lora_(?:embedding_)?A", name)
             if found is None:
                 continue
-            attention = found[1].removesuffix(".out_proj")  # whose rank its output projection has
-            rank = self.rank(attention if f"{attention}.lora_A" in shapes else found[1])
+            rank = self.rank(self.looked_up(found[1], shapes))
             rows = shape[0] if shape else 0
             experts = name.endswith("_lora_A") and rows > 0 and rows % rank == 0
             if rows != rank and not experts:
                 return f"rank {rank} for {found[1]}, whose factors have rank {rows}"
         return ""
+
+    @staticmethod
+    def looked_up(module: str, tensors: Container[str]) -> str:
+        """Return the name by which a module's rank and alpha are found: an attention's for its output projection.
+
+        Args:
+            module: the module that has factors. tensors: the names of the adapter's tensors.
+        """
+        attention = module.removesuffix(".out_proj")
+        return attention if f"{attention}.lora_A" in tensors else module
 
 
 def _by_pattern(patterns: dict[str, T], module: str, default: T) -> T:

@@ -26,11 +26,12 @@ from peftlab.files import (
     claimed,
     is_url,
     parse_json,
+    read_object,
     real_path,
     write_json,
     write_text,
 )
-from peftlab.recipe.load import load_recipe
+from peftlab.recipe.load import dump_recipe, load_recipe
 from peftlab.recipe.schema import AnyTable, DraftRecipe, DraftTableRecipe, FinetuneRecipe, Recipe
 from peftlab.remote import RemoteDirectory, local_place, mirrored
 
@@ -200,6 +201,49 @@ def recipe_inputs(recipe: Recipe) -> Inputs:
         "the run to start from": start,
         "the scorer": sample.scorer if sample is not None else None,
     }
+
+
+_BEGUN_BY = Path("checkpoints", "recipe.yaml")  # what the first step was taken by; recipe.yaml may be edited
+# Keys that change no step that has been taken: where things are, how long training goes on, what is stored and scored.
+_MAY_CHANGE = (
+    "output_dir", "model", "target", "init_from", "data.path", "data.cache", "train.max_steps", "train.epochs",
+    "train.early_stopping", "train.eval_every", "train.eval_batch_size", "train.save_every", "train.keep_checkpoints",
+    "train.trackers", "generate", "merge", "gamma", "policy", "draft_window",
+)  # fmt: skip
+
+
+def begin_or_compare(directory: Path, recipe: Recipe, data_fingerprint: str, *, resume: bool) -> None:
+    """Keep the recipe that a run is begun by, or refuse to continue one that was begun by another or on other data.
+
+    Args:
+        directory: of the run. recipe: as it is run. data_fingerprint: of its data. resume: it is continued.
+
+    Raises:
+        PeftlabError: keys differ on which the steps already taken depend, or the data do.
+    """
+    file = directory / _BEGUN_BY
+    if not resume:
+        file.parent.mkdir(exist_ok=True)
+        write_text(file, dump_recipe(recipe))
+        return
+    if not file.exists():
+        return
+    from peftlab.reporting.facts import flatten
+
+    here, there = (dict(flatten(each.model_dump(mode="json"))) for each in (recipe, load_recipe(file)))
+    differ = [
+        f"{key} {there.get(key)}, now {here.get(key)}"
+        for key in {**there, **here}
+        if here.get(key) != there.get(key) and not f"{key}.".startswith(tuple(f"{own}." for own in _MAY_CHANGE))
+    ]
+    if read_object(directory / "provenance.json").get("data_fingerprint") != data_fingerprint:
+        differ.append("the examples are others")
+    if differ:
+        raise PeftlabError(
+            f"{directory} was begun by another recipe: {'; '.join(differ)}. Resuming may change how long a run trains "
+            "(train.max_steps, train.epochs) and what is scored and stored; for anything else start another run "
+            "(init_from: this one)"
+        )
 
 
 def provenance(seed: int, data_fingerprint: str, processes: int, device: torch.device) -> dict[str, Json]:

@@ -63,7 +63,13 @@ from peftlab.models.costs import Cost
 from peftlab.models.image_tokens import LIMIT
 from peftlab.models.load import language_model_class, load_config, load_tokenizer, max_positions, sees_images, storage
 from peftlab.pipelines.benchmark import HEAD_FILE, acceptance_head, draft_lengths
-from peftlab.pipelines.directory import provenance, run_directory, stored_results, write_and_print_results
+from peftlab.pipelines.directory import (
+    begin_or_compare,
+    provenance,
+    run_directory,
+    stored_results,
+    write_and_print_results,
+)
 from peftlab.pipelines.merge import COMPARING, TIMING, Latency, MergeCheck, merge_latency, verify_merge
 from peftlab.progress import Phase
 from peftlab.recipe.load import dump_recipe
@@ -315,7 +321,7 @@ def _run(recipe: DraftRecipe, directory: Claim, resume: bool, device: str) -> Dr
     if settings.gradient_checkpointing:
         recompute_activations(draft.adapted, selective=settings.gradient_checkpointing == "selective")
     if accelerator.is_main_process:
-        _start_run_directory(recipe, directory, draft, sets, accelerator, digest)
+        _start_run_directory(recipe, directory, draft, sets, accelerator, digest, resume=resume)
     accelerator.wait_for_everyone()
     if settings.trackers:
         accelerator.init_trackers("peftlab")
@@ -434,6 +440,14 @@ def read_text(recipe: DraftRecipe) -> SourceText:
         requests = read_requests(data.replay, tokenizer, chat=data.chat, images=images)
     if len(requests) == 1:
         raise PeftlabError(f"{data.replay}: a single request cannot be both trained on and held out; give 2 or more")
+    vocabulary = max(len(tokenizer), config.get_text_config(decoder=True).vocab_size)
+    read = ((data.prompts, prompts), (data.replay, [[*request.prompt, *request.response] for request in requests]))
+    for source, rows in read:
+        for number, ids in enumerate(rows, start=1):
+            if wrong := [token for token in ids if token < 0 or vocabulary <= token < LIMIT]:
+                raise PeftlabError(
+                    f"{source}: row {number} has token id {wrong[0]}; the target's vocabulary has {vocabulary:,} tokens"
+                )
     lengths = [len(prompt) + data.max_new_tokens for prompt in prompts]
     lengths += [len(request.prompt) + len(request.response) for request in requests]
     check_room(lengths, limit, "the target's context; shorten the prompts or data.max_new_tokens")
@@ -607,6 +621,8 @@ def _start_run_directory(
     sets: ExampleSets,
     accelerator: Accelerator,
     digest: str,
+    *,
+    resume: bool,
 ) -> None:
     """Create the run directory, last before training, so that a failure before it leaves none behind.
 
@@ -614,6 +630,7 @@ def _start_run_directory(
     """
     directory.begin()
     run_dir = directory.path
+    begin_or_compare(run_dir, recipe, sets.fingerprint, resume=resume)
     write_text(run_dir / "recipe.yaml", dump_recipe(recipe))
     origin = provenance(recipe.train.seed, sets.fingerprint, accelerator.num_processes, accelerator.device)
     # A run that is the target may be repeated: the digest says which weights this draft was trained for.

@@ -53,7 +53,13 @@ from peftlab.models.architectures import inside, task_head
 from peftlab.models.config import BaseConfig, Into, measures_latency, merge_into, verifies_merge
 from peftlab.models.costs import Cost
 from peftlab.models.load import eval_mode, load_base, load_config, save_processor
-from peftlab.pipelines.directory import provenance, run_directory, stored_results, write_and_print_results
+from peftlab.pipelines.directory import (
+    begin_or_compare,
+    provenance,
+    run_directory,
+    stored_results,
+    write_and_print_results,
+)
 from peftlab.pipelines.merge import COMPARING, EXAMPLES, TIMING, Latency, MergeCheck, merge_latency, verify_merge
 from peftlab.progress import Phase, counted
 from peftlab.recipe.load import dump_recipe
@@ -284,6 +290,7 @@ def _run(recipe: FinetuneRecipe, directory: Claim, resume: bool, device: str) ->
     # Begin the run directory, last before training, so that a failure before it leaves none behind.
     if accelerator.is_main_process:
         directory.begin()
+        begin_or_compare(run_dir, recipe, task.fingerprint, resume=resume)
         write_text(run_dir / "recipe.yaml", dump_recipe(recipe))
         origin = provenance(settings.seed, task.fingerprint, accelerator.num_processes, accelerator.device)
         write_json(run_dir / "provenance.json", origin)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from peftlab.checkpoints.adapter import Adapter, load_adapter, load_model, read_adapter
 from peftlab.checkpoints.combine import combine
 from peftlab.checkpoints.gguf import load_values
-from peftlab.checkpoints.merge import merge_checkpoint
+from peftlab.checkpoints.merge import merge_checkpoint, quantisation
 from peftlab.checkpoints.merge_plan import MergeOptions
 from peftlab.checkpoints.merge_steps import MergeReport
 from peftlab.checkpoints.tensors import read_tensors
@@ -138,7 +138,7 @@ def run_merge(
     if recipe is not None and options.recipe is None:
         options = replace(options, recipe=read_text(recipe))
     with Phase("merging"):
-        report = merge_checkpoint(adapter, base, out, options)
+        report = merge_checkpoint(adapter, base, out, options, combined=[Path(directory) for directory, _ in weighted])
     if not (verify if verify is not None else recipe is not None and _can_compare(report, options)):
         return MergeResult(report, None)
     inputs = _comparison_inputs(recipe, report, options.trust_remote_code)
@@ -149,7 +149,9 @@ def run_merge(
 
 
 def _can_compare(report: MergeReport, options: MergeOptions) -> bool:
-    """Return whether the merged model can run here: packages that only some models need may be absent."""
+    """Return whether the merged model can be expected to run here, with finite logits: packages may be absent."""
+    if options.allow_nonfinite:
+        return False
     needs = {"bitsandbytes": report.into is not None, "compressed_tensors": options.dtype == torch.float8_e4m3fn}
     return all(find_spec(name) is not None for name, needed in needs.items() if needed)
 
@@ -188,8 +190,12 @@ def _comparison_inputs(recipe: Path | None, report: MergeReport, trust_remote_co
         from peftlab.pipelines.preview import example_inputs
 
         return [example_inputs(loaded, EXAMPLES)]
-    tokenizer = load_tokenizer(report.base, revision=report.revision, trust_remote_code=trust_remote_code)
-    return [dict(tokenizer(text, return_tensors="pt")) for text in SAMPLES]
+    options: Attributes = {"revision": report.revision, "trust_remote_code": trust_remote_code}
+    tokenizer, config = load_tokenizer(report.base, **options), load_config(report.base, **options)
+    batches = [dict(tokenizer(text, return_tensors="pt")) for text in SAMPLES]
+    if config.is_encoder_decoder and "Conditional" in report.architecture:  # whose decoder has inputs of its own
+        batches = [{**batch, "decoder_input_ids": batch["input_ids"]} for batch in batches]
+    return batches
 
 
 def verify_merge(
@@ -219,7 +225,11 @@ def verify_merge(
     whole, unmerged = (_all_logits(load, moved, device) for load in (models.merged, models.unmerged))
     worst, agreed, predictions = 0.0, 0, 0
     for here, there in zip(unmerged, whole, strict=True):
-        worst = max(worst, float((here.float() - there.float()).abs().max()))
+        difference = (here.float() - there.float()).abs().masked_fill(here == there, 0)  # of equal infinities, too
+        if difference.isnan().any():
+            which = "base + adapter" if here.isnan().any() else "the merged model"
+            raise PeftlabError(f"{merged}: {which} gives logits that are NaN, so that nothing can be compared")
+        worst = max(worst, float(difference.max()))
         agreed += int((here.argmax(-1) == there.argmax(-1)).sum())
         predictions += here.shape[:-1].numel()
     return MergeCheck(worst, agreed / predictions, sum(len(next(iter(batch.values()))) for batch in moved))
@@ -289,9 +299,12 @@ class _Models:
             self.revision = adapter.revision if reference == adapter.base_reference else None
         self.config = _for_class(self.architecture, self.config)
         self.dtype = torch.float32 if self.to_file else _dtype(self.config)
+        self.stored = load_config(reference, revision=self.revision, **self.options)
 
     def base(self) -> nn.Module:
-        options = self.options | _storage(self.adapter, self.dtype) | {"config": _of_base(self.config, self.reference)}
+        options = self.options | _storage(self.adapter, self.dtype) | {"config": self._of_base()}
+        if quantisation(self.stored):  # its weights are codes already
+            options.pop("quantised", None)
         return load_model(self.reference, self.architecture, revision=self.revision, **options)[0]
 
     def unmerged(self) -> nn.Module:
@@ -299,11 +312,22 @@ class _Models:
 
     def merged(self) -> nn.Module:
         if self.to_file:
-            options = self.options | {"dtype": self.dtype, "config": _of_base(self.config, self.reference)}
+            options = self.options | {"dtype": self.dtype, "config": self._of_base()}
             model = load_model(self.reference, self.architecture, revision=self.revision, **options)[0]
             load_values(model, Path(self.directory))
             return model
         return load_model(self.directory, self.architecture, dtype=self.dtype, **self.options)[0]
+
+    def _of_base(self) -> PretrainedConfig:
+        """Return the merged model's configuration, with how the base stores its weights; or a GGUF base's own."""
+        if self.reference.endswith(".gguf"):
+            return deepcopy(self.stored)
+        own = deepcopy(self.config)  # loading writes into it
+        if hasattr(own, "quantization_config"):  # how the merged weights are stored, in fp8
+            del own.quantization_config
+        if quantisation(self.stored):
+            own.quantization_config = deepcopy(self.stored.quantization_config)
+        return own
 
 
 def _for_class(architecture: str, config: PretrainedConfig) -> PretrainedConfig:
@@ -313,16 +337,6 @@ def _for_class(architecture: str, config: PretrainedConfig) -> PretrainedConfig:
     wanted = getattr(getattr(transformers, architecture, None), "config_class", None)
     parts = [getattr(config, name) for name, part in config.sub_configs.items() if part is wanted]
     return parts[0] if parts else config
-
-
-def _of_base(config: PretrainedConfig, base: str) -> PretrainedConfig:
-    """Return the merged model's configuration, or a GGUF base's own, which says how its weights are stored."""
-    if base.endswith(".gguf"):
-        return load_config(base)
-    own = deepcopy(config)  # loading writes into it
-    if hasattr(own, "quantization_config"):  # how the merged weights are stored, in fp8
-        del own.quantization_config
-    return own
 
 
 def _storage(adapter: Adapter, dtype: torch.dtype) -> Attributes:

@@ -307,6 +307,10 @@ def restore_adapter(model: nn.Module, state: Checkpoint) -> None:
     parameters = trainable_parameters(model)
     if set(parameters) != set(state["adapter"]):
         raise PeftlabError("the checkpoint contains other parameters than the recipe trains")
+    for name, tensor in state["adapter"].items():
+        if parameters[name].shape != tensor.shape:
+            shapes = tuple(tensor.shape), tuple(parameters[name].shape)
+            raise PeftlabError(f"the checkpoint's {name} has shape {shapes[0]}, the recipe's {shapes[1]}")
     with torch.no_grad():
         for name, tensor in state["adapter"].items():
             parameters[name].copy_(shard_like(parameters[name], tensor))

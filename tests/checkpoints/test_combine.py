@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import peft
@@ -10,14 +12,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import build, load, save_base
+from safetensors.torch import save_file
+from torch import nn
 from typer.testing import CliRunner
 
+import peftlab
 from peftlab.checkpoints.adapter import Adapter, read_adapter
 from peftlab.checkpoints.combine import combine
 from peftlab.checkpoints.merge import merge_checkpoint
 from peftlab.cli.app import app
 from peftlab.errors import PeftlabError
-from peftlab.methods.inject import make_config
+from peftlab.methods.inject import make_config, trainable_parameters
 
 
 def _adapters(tmp_path: Path, ranks: tuple[int, int] = (4, 4), targets: tuple[str, ...] = ("q_proj", "v_proj")):
@@ -100,6 +105,42 @@ def test_the_command_combines_what_it_names(tmp_path: Path) -> None:
     assert ours == same
     with pytest.raises(PeftlabError, match="'much' is not a weight"):
         CliRunner().invoke(app, ["merge", f"{paths[0]}:much", str(odd)], catch_exceptions=False)
+
+
+def test_an_adapter_of_peft_and_one_of_ours_in_either_order(tmp_path: Path) -> None:
+    base, _, (theirs, other) = _adapters(tmp_path)
+    ours = peftlab.save_adapter(peftlab.load_adapter(load(type(build("llama")), base), other), tmp_path / "ours")
+    empty = Path(shutil.copytree(theirs, tmp_path / "empty"))
+    save_file({}, empty / "adapter_model.safetensors")
+    config = json.loads((empty / "adapter_config.json").read_text())
+    (empty / "adapter_config.json").write_text(json.dumps({**config, "base_model_name_or_path": None}))
+    one, two, nothing = (read_adapter(place) for place in (theirs, ours, empty))
+    assert combine([one, two], (1, 2)).tensors.keys() == combine([two, one], (2, 1)).tensors.keys()
+    for order in ([one, nothing], [nothing, one]):
+        combined = combine(order, (1, 1))
+        assert combined.config.r == 4 and combined.base_reference == one.base_reference
+    with pytest.raises(PeftlabError, match="no LoRA factors to combine"):
+        combine([nothing], (1,))
+
+
+@pytest.mark.parametrize("pattern", [{"alpha_pattern": {"attn": 32}}, {"rank_pattern": {"attn": 4}}])
+def test_the_output_projection_of_attention_has_its_attentions_rank_and_alpha(pattern) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attn = nn.MultiheadAttention(8, 2, batch_first=True)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.attn(x, x, x)[0]
+
+    torch.manual_seed(0)
+    model, x = Model().eval(), torch.randn(1, 3, 8)
+    peftlab.inject(model, make_config("lora", r=2, lora_alpha=8, target_modules=["attn"], **pattern))
+    for parameter in trainable_parameters(model).values():
+        parameter.data.normal_(std=0.3)
+    before = model(x)
+    peftlab.add_weighted_adapter(model, ["default"], [1.0], "same")
+    torch.testing.assert_close(model(x), before)
 
 
 def test_several_files_of_loralib_take_their_options(tmp_path: Path) -> None:

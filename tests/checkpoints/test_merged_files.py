@@ -5,22 +5,28 @@ from __future__ import annotations
 import base64
 import json
 import os
+import re
 import resource
 import shutil
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from fnmatch import fnmatch
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from models import adapt, build, load, save_base, weight_files
+from safetensors.torch import load_file, save_file
 
 import peftlab
-from peftlab.checkpoints.merge import OTHERS, copy_side_files, merge_checkpoint, unmerge_checkpoint
+from peftlab.checkpoints.merge import OTHERS, TOKENIZER, copy_side_files, merge_checkpoint, unmerge_checkpoint
+from peftlab.checkpoints.merge_plan import MergeOptions
 from peftlab.errors import PeftlabError
+from peftlab.pipelines.merge import run_merge, verify_merge
 
 # Files copied beside merged weights: the directory's own, never what a link in it leads to elsewhere.
 
@@ -71,7 +77,7 @@ def test_a_linked_directory_of_templates(tmp_path: Path) -> None:
     for name in ("base", "out"):
         (tmp_path / name).mkdir()
     (tmp_path / "base" / "additional_chat_templates").symlink_to(tmp_path / "elsewhere")
-    copy_side_files(tmp_path / "base", None, tmp_path / "out")
+    copy_side_files(tmp_path / "base", [], tmp_path / "out")
     assert SECRET not in contents(tmp_path / "out")
 
 
@@ -82,7 +88,7 @@ def test_links_in_a_circle_or_to_nothing(tmp_path: Path) -> None:
     (tmp_path / "base" / "vocab.txt").symlink_to("nowhere")
     (tmp_path / "base" / "LICENSE").write_text("MIT")
     (tmp_path / "base" / "NOTICE").symlink_to("LICENSE")
-    assert copy_side_files(tmp_path / "base", None, tmp_path / "out") == []
+    assert copy_side_files(tmp_path / "base", [], tmp_path / "out") == []
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["LICENSE", "NOTICE"]
 
 
@@ -124,6 +130,76 @@ def test_the_hubs_cache_links_to_its_own_contents(tmp_path: Path) -> None:
                == {k: v for k, v in first.items() if k.name != "README.md"} for other in others)  # fmt: skip
     assert {"tokenizer.json", "LICENSE"} <= {path.name for path in first}
     assert any(Path("LICENSE").match(pattern) for pattern in OTHERS)
+
+
+def test_every_file_of_a_tokenizer_of_transformers_is_copied() -> None:
+    place = Path(transformers.__file__).parent / "models"
+    names = {"tekken.json", "tokenizer.model", "tokenizer.json", "chat_template.jinja"}
+    for source in place.glob("*/tokenization*.py"):
+        for found in re.findall(r"VOCAB_FILES_NAMES = (\{.*?\})", source.read_text(), re.DOTALL):
+            names |= set(re.findall(r':\s*"([\w.]+)"', found))
+    assert len(names) > 20
+    assert not [name for name in names if not any(fnmatch(name, pattern) for pattern in TOKENIZER)]
+
+
+def test_the_tokenizer_of_combined_adapters_is_the_first_ones(tmp_path: Path) -> None:
+    model = build("llama")
+    base = save_base(model, tmp_path / "base")
+    first = adapt(model, tmp_path / "first")
+    second = Path(shutil.copytree(first, tmp_path / "second"))
+    for place, text in ((base, "base"), (first, "first"), (second, "first")):
+        (place / "tokenizer_config.json").write_text("{}")
+        (place / "tokenizer.json").write_text(text)
+    merged = run_merge([f"{first}:0.5", str(second)], str(base), tmp_path / "one", verify=False)
+    assert (tmp_path / "one" / "tokenizer.json").read_text() == "first" and merged.report.notes == []
+    (second / "tokenizer.json").write_text("second")
+    merged = run_merge([f"{first}:0.5", str(second)], str(base), tmp_path / "two", verify=False)
+    assert merged.report.notes == [f"the adapters have different tokenizers; that of {first} was copied"]
+    (second / "gated_lora.json").write_text("{}")
+    with pytest.raises(PeftlabError, match="a gated LoRA"):
+        run_merge([f"{second}:1.0"], str(base), tmp_path / "gated", verify=False)
+
+
+def test_one_weight_file_has_the_name_that_is_found_without_an_index(tmp_path: Path) -> None:
+    model = build("llama")
+    base = save_base(model, tmp_path / "base")
+    (base / "model.safetensors").rename(base / "model-00001-of-00001.safetensors")
+    weights = dict.fromkeys(load_file(base / "model-00001-of-00001.safetensors"), "model-00001-of-00001.safetensors")
+    (base / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weights}))
+    merge_checkpoint(adapt(model, tmp_path / "adapter"), base, tmp_path / "merged")
+    load(type(model), tmp_path / "merged")
+    # Where both are there, transformers reads the single file.
+    model = load(type(model), tmp_path / "merged")
+    with torch.no_grad():
+        model.get_parameter("model.norm.weight").fill_(3)
+    save_file({key: model.state_dict()[key].clone() for key in weights}, base / "model.safetensors", {"format": "pt"})
+    merge_checkpoint(tmp_path / "adapter", base, tmp_path / "both")
+    for place in ("base", "both"):
+        assert load(type(model), tmp_path / place).get_parameter("model.norm.weight").eq(3).all()
+
+
+def test_settings_of_generation_that_the_base_has_in_its_configuration(tmp_path: Path) -> None:
+    model = build("llama")
+    base = save_base(model, tmp_path / "base")
+    (base / "generation_config.json").unlink()
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps({**config, "do_sample": True, "temperature": 0.7, "max_length": 50}))
+    merge_checkpoint(adapt(model, tmp_path / "adapter"), base, tmp_path / "merged")
+    settings = load(type(model), tmp_path / "merged").generation_config
+    assert (settings.do_sample, settings.temperature, settings.max_length) == (True, 0.7, 50)
+
+
+def test_logits_that_are_no_numbers_are_no_match(tmp_path: Path) -> None:
+    model = build("llama")
+    base = save_base(model, tmp_path / "base")
+    adapter = adapt(model, tmp_path / "adapter")
+    merge_checkpoint(adapter, base, tmp_path / "merged")
+    file = tmp_path / "merged" / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.norm.weight"].fill_(float("nan"))
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(PeftlabError, match="the merged model gives logits that are NaN"):
+        verify_merge(adapter, str(base), tmp_path / "merged", [{"input_ids": torch.arange(5)[None]}])
 
 
 # Unmerging gives W0 back bit for bit, in memory a hundred times over and on disk.
@@ -180,6 +256,15 @@ def test_unmerging_on_disk(tmp_path: Path) -> None:
     assert not (tmp_path / "no").exists()
     with pytest.raises(PeftlabError, match=r"merge\.json"):
         unmerge_checkpoint(base, tmp_path / "no")
+    merge_checkpoint(tmp_path / "adapter", base, tmp_path / "half", MergeOptions(dtype=torch.float16))
+    changed = load(type(build("llama")), base, torch.bfloat16)
+    with torch.no_grad():
+        changed.get_parameter("model.norm.weight").fill_(3)
+    same_sizes = save_base(changed, tmp_path / "same-sizes")
+    with pytest.raises(PeftlabError, match="was not made of"):
+        unmerge_checkpoint(tmp_path / "half", tmp_path / "no", base=same_sizes)
+    unmerge_checkpoint(tmp_path / "half", tmp_path / "again")
+    assert weight_files(tmp_path / "again") == weight_files(base)
 
 
 def test_unmerging_experts_that_are_stored_one_by_one(tmp_path: Path) -> None:

@@ -51,7 +51,10 @@ def test_a_head_that_peft_did_not_train_stays_and_is_named(tmp_path: Path) -> No
     torch.testing.assert_close(logits(model), expected, rtol=1e-5, atol=1e-6)
     assert not any("classifier" in name for name in trainable_parameters(model))
     peftlab.save_adapter(model, tmp_path / "ours")
-    assert json.loads((tmp_path / "ours" / "adapter_config.json").read_text())["task_type"] is None
+    written = json.loads((tmp_path / "ours" / "adapter_config.json").read_text())
+    mapping = {"base_model_class": "RobertaForSequenceClassification"}
+    mapping["parent_library"] = "transformers.models.roberta.modeling_roberta"
+    assert written["task_type"] is None and written["auto_mapping"] == mapping
     theirs = peft.PeftModel.from_pretrained(build("roberta"), str(tmp_path / "ours"))
     torch.testing.assert_close(logits(theirs), expected, rtol=1e-5, atol=1e-6)
 
@@ -79,6 +82,16 @@ def test_a_head_that_the_configuration_names_and_the_file_lacks(tmp_path: Path, 
     rewrite(tmp_path, lambda tensors: [tensors.pop(key) for key in list(tensors) if lost in key])
     with pytest.raises(PeftlabError, match=r"in the model, not in the file.*classifier\.dense\.weight"):
         peftlab.load_adapter(build("roberta"), tmp_path)
+
+
+def test_pefts_auto_classes_know_the_base_of_what_we_save(tmp_path: Path) -> None:
+    save_base(build("llama"), tmp_path / "base")
+    model = peftlab.inject_lora(load(type(build("llama")), tmp_path / "base"), r=2)
+    model.get_parameter("model.layers.0.self_attn.q_proj.lora_B").data.fill_(0.1)
+    peftlab.save_adapter(model, tmp_path / "ours", base=str(tmp_path / "base"))
+    theirs = peft.AutoPeftModelForCausalLM.from_pretrained(str(tmp_path / "ours"))
+    assert type(theirs) is peft.PeftModelForCausalLM
+    torch.testing.assert_close(logits(theirs), logits(model), rtol=1e-5, atol=1e-6)
 
 
 def test_factors_that_are_not_there(tmp_path: Path) -> None:

@@ -108,6 +108,10 @@ def test_overlap_is_that_of_the_models(stories_model):
     assert result.argmax == pytest.approx(float((p.argmax(-1) == q.argmax(-1)).float().mean()))
     assert result.p_of_argmax == pytest.approx(float(p.gather(1, q.argmax(-1)[:, None]).mean()), abs=1e-5)
     assert result.argmax == acceptance_statistics([output]).acceptance  # greedy: the same thing
+    # Tokens past the end of sequence are no output, and are not counted.
+    overlap, ending = OverlapMeter(Sampling()), StoppingCriteria(40, frozenset({output.tokens[4]}))
+    (ended,) = decode(target, [[1]], ending, drafter, policy=partial(Fixed, 8), observe=overlap)
+    assert overlap.positions == sum(min(step.accepted + 1, step.drafted) for step in ended.steps)
 
 
 @pytest.mark.parametrize(("batch", "temperature"), [(1, 0.0), (2, 0.0), (1, 0.8)])

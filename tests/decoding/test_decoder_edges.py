@@ -124,6 +124,12 @@ def test_stream_holds_back_half_characters(stories_tokenizer):
     assert not any("\N{REPLACEMENT CHARACTER}" in piece for piece in pieces)
 
 
+def test_stream_holds_back_what_may_become_a_stop_string_with_half_a_character(stories_tokenizer):
+    ids = stories_tokenizer("x ab馬 c", add_special_tokens=False).input_ids
+    stream = TextStream(stories_tokenizer, ["ab馬"])
+    assert "".join(stream.add([token]) for token in ids) + stream.finish() == "x "
+
+
 def test_empty_stop_string(stories_tokenizer):
     with pytest.raises(PeftlabError, match="stop: an empty string"):
         stop_at(stories_tokenizer, ["x", ""])

@@ -151,7 +151,10 @@ def test_a_stream_is_answered_as_by_the_target_while_the_draft_learns(
 @pytest.mark.parametrize(
     "sections",
     [
-        *(f"draft={draft} method={method}" for draft, method, _ in KINDS.values()),
+        *(
+            pytest.param(f"draft={draft} method={method}", marks=() if kind == "dspark" else pytest.mark.long)
+            for kind, (draft, method, _) in KINDS.items()
+        ),
         "draft={kind: eagle3, features: [1, 3, 4], vocabulary: 300} method=null",
         "draft={kind: early_exit, exits: [2]} method={name: lora, r: 4}",
         "draft={kind: model, truncate: {layers: [0, 4]}} method={name: lora, r: 4}",

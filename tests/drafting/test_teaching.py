@@ -247,6 +247,9 @@ class TestHeads:
         heads, trunk = measure_heads(model, rows)
         assert trunk.rates()["acceptance"] == 1.0
         assert [int(head.tokens.sum()) for head in heads] == [sum(n - 1 - i for n in rows["kept"]) for i in range(2)]
+        short = make_dataset([Request([1, 2], [3, 4])])
+        found, _ = measure_heads(medusa(tiny(0), heads=4), short)
+        assert [int(head.tokens.sum()) for head in found] == [1, 0, 0, 0]
 
 
 class _Products(TorchDispatchMode):

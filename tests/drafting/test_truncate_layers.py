@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    BertConfig,
+    BertForMaskedLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPTNeoConfig,
+    LlamaForCausalLM,
+    SmolLM3Config,
+)
 
 from peftlab.drafting.heads import MedusaHeads
 from peftlab.drafting.target import truncate
@@ -105,6 +114,34 @@ def test_windows_go_with_their_layers():
     )
     draft = truncate(Qwen2ForCausalLM(config).eval(), [1, 2])
     assert draft.config.layer_types == ["sliding_attention", "full_attention"]
+
+
+TINY = {"vocab_size": 40, "hidden_size": 16, "max_position_embeddings": 32, "pad_token_id": 0}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        SmolLM3Config(
+            **TINY, intermediate_size=16, num_hidden_layers=8, num_attention_heads=2, num_key_value_heads=2, bos_token_id=1,
+            eos_token_id=2, initializer_range=0.3,
+        ),
+        GPTNeoConfig(
+            **TINY, num_layers=3, num_heads=2, window_size=3, attention_types=[[["global", "local", "local"], 1]],
+            initializer_range=0.3,
+        ),
+    ],
+    ids=["SmolLM3", "GPT-Neo"],
+)  # fmt: skip
+@torch.inference_mode()
+def test_what_is_stored_computes_what_was_cut(config, tmp_path):
+    """Layers that differ by their number stay what they were: one in four of SmolLM3's has no positions."""
+    torch.manual_seed(0)
+    draft = truncate(AutoModelForCausalLM.from_config(config).eval(), [0, 1, config.num_hidden_layers - 1])
+    draft.save_pretrained(tmp_path)
+    again, _ = load_base(str(tmp_path), "AutoModelForCausalLM")
+    ids = torch.randint(3, 40, (1, 12))
+    torch.testing.assert_close(again(ids).logits, draft(ids).logits)
 
 
 def test_needs_one_stack_of_layers():

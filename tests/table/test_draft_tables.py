@@ -147,6 +147,7 @@ class TestRun:
             n: found["score"] for n, found in before.items()
         }
 
+    @pytest.mark.long
     def test_two_parts_have_the_scores_of_one(self, table: Path, stories: Path, tmp_path: Path) -> None:
         for part in ("0/2", "1/2"):
             printed = run(stories, tmp_path / "ci", SWEEP[0], "--shard", part)

@@ -115,8 +115,8 @@ def outcome(directory: Path) -> dict[str, object]:
     }
 
 
-# Parts of a table as such: test_table_run.
-@pytest.mark.parametrize("sweep", [pytest.param(False, marks=pytest.mark.long), True], ids=["table", "sweep"])
+@pytest.mark.long  # parts of a table as such: test_table_run.py
+@pytest.mark.parametrize("sweep", [False, True], ids=["table", "sweep"])
 def test_two_jobs_of_an_array_give_what_one_run_gives(
     sweep: bool, script: Script, values: dict[str, Any], tmp_path: Path
 ) -> None:

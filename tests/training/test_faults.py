@@ -182,8 +182,8 @@ def test_a_run_continues_without_a_compiler_that_fails(model, rows, tmp_path, ca
     tiny.assert_same_run(tmp_path / "compiled", tmp_path / "plain")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.long)])
+@pytest.mark.long  # gradients of compiled models: methods/test_method_contract.py
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
 def test_a_compiled_run_scores_alike(backend, rows, tmp_path, capsys, monkeypatch):
     """With the graphs alone, and with the code that a compiler makes of them."""
     import torch._inductor.compile_fx

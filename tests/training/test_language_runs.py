@@ -206,7 +206,7 @@ def test_shipped_chat_recipe_is_valid() -> None:
     assert checked.kind == "finetune" and checked.task == "text/chat"
 
 
-@pytest.mark.slow
+@pytest.mark.long  # parts and processes with other losses: test_loop.py, test_distributed.py, test_preference_runs.py
 def test_sixteen_at_once_in_four_parts_and_in_two_processes(recipe: Path, tmp_path: Path) -> None:
     """Of uneven lengths, padded and packed, with LoRA on the head: the same losses and the same adapter."""
     layouts = {

@@ -105,6 +105,7 @@ def assert_same(files, whole):
         assert files[name] == (whole / name).read_bytes(), name
 
 
+@pytest.mark.long
 def test_a_run_on_s3_is_killed_and_resumed_on_another_machine(bucket, written, whole, machine):
     url = f"{bucket}/deep/run"
     killed = python(KILLED_AT, "run", written(url), KILLED="before checkpoints/step-00000004.pt")

@@ -186,6 +186,28 @@ def test_a_finished_run_resumes_to_itself(model, rows, tmp_path):
         assert (tmp_path / "run" / name).read_bytes() == content
 
 
+def test_resuming_may_train_longer_and_change_no_step_already_taken(model, tmp_path):
+    rows = tiny.save_rows(tmp_path / "rows.csv")
+    values = tiny.recipe(model, rows, tmp_path / "run", max_steps=2, eval_every=1)
+    tiny.run(values)
+    longer = {**values, "train": {**values["train"], "max_steps": 4}}
+    before = (tmp_path / "run" / "recipe.yaml").read_bytes()
+    for section, changed, words in (
+        ("train", {"lr": 0.5}, r"train\.lr [0-9.]+, now 0\.5"),
+        ("train", {"seed": 7}, "train.seed 3, now 7"),
+        ("method", {"lora_alpha": 64}, r"method\.lora_alpha [0-9.]+, now 64"),
+        ("method", {"r": 4}, "method.r 2, now 4"),
+    ):
+        other = {**longer, section: {**longer[section], **changed}}
+        with pytest.raises(PeftlabError, match=f"run was begun by another recipe: {words}"):
+            tiny.run(other, resume=True)
+    assert (tmp_path / "run" / "recipe.yaml").read_bytes() == before
+    assert tiny.run(longer, resume=True)["steps"] == 4
+    rows.write_text(rows.read_text().replace("good", "fine"))
+    with pytest.raises(PeftlabError, match="the examples are others"):
+        tiny.run({**longer, "train": {**longer["train"], "max_steps": 6}}, resume=True)
+
+
 # --- Runs that torchrun starts again after one of their processes has died.
 SETTINGS = {"save_every": 2, "eval_every": 6, "max_steps": 6}
 
