@@ -444,20 +444,24 @@ Inputs = Mapping[str, "str | Path | None"]
 as a hub id, is ignored."""
 _REMOVED = f"{STAGING_PREFIX}removed-"
 _PATIENCE = 600.0  # seconds to wait for the processes that hold a shared directory: hundreds that end write it in turn
+TOKENIZER = (
+    "tokenizer*", "*.tokenizer", "*vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "*.spm",
+    "spm*.model", "*.tiktoken", "tekken.json", "sentencepiece*", "spiece*", "*.bpe", "bpe.codes", "normalizer.json",
+    "dict.txt", "emoji.json", "byte_maps.json", "word_shape.json", "word_pronunciation.json", "chat_template*",
+)  # fmt: skip
+"""The files of a tokenizer, as patterns; ``additional_chat_templates`` beside them is a directory."""
 _MODEL = (
     "README.md", "config.json", "generation_config.json", "merge.json", "*.safetensors", "*.safetensors.index.json",
     "pytorch_model*.bin", "pytorch_model.bin.index.json", "adapter_config.json", "gated_lora.json", "target.json",
     "draft_vocabulary.json", "data.json", "*preprocessor_config.json", "processor_config.json", "*.py", "*.gguf",
-    "tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "*.spm", "*.tiktoken",
-    "sentencepiece*", "spiece*", "*.bpe", "bpe.codes", "normalizer.json", "chat_template*",
-    "additional_chat_templates/*", "LICEN[CS]E*", "NOTICE*", "USE_POLICY*", "COPYING*",
+    *TOKENIZER, "additional_chat_templates/*", "LICEN[CS]E*", "NOTICE*", "USE_POLICY*", "COPYING*",
 )  # fmt: skip
 MERGE_INPUTS = "merge_inputs.safetensors"
 """In a run: held-out examples as the model reads them, on which a merge of its adapter is verified."""
 WRITTEN: dict[str, tuple[str, ...]] = {
     "run": (
         "recipe.yaml", "provenance.json", MERGE_INPUTS, "metrics.jsonl",
-        "checkpoints/step-*.pt", "checkpoints/step-*.pt.damaged",
+        "checkpoints/recipe.yaml", "checkpoints/step-*.pt", "checkpoints/step-*.pt.damaged",
         "acceptance_head.safetensors", "results.json", "report.html", "updates/replay-*.jsonl",
         "settings.json", "windows/*.json", "stream.json", "stream.html",  # of an update that serves a stream
         "peftlab/*",  # a tracker's, named after the project

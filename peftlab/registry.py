@@ -19,7 +19,7 @@ from typing import Annotated, Generic, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from peftlab.errors import PeftlabError, did_you_mean
+from peftlab.errors import PeftlabError, did_you_mean, usual_form
 from peftlab.files import Json
 from peftlab.untyped import Named
 
@@ -76,7 +76,7 @@ class Registry(Mapping[str, RowT], Generic[RowT]):
             PeftlabError: there is none; the nearest name is in the message.
         """
         if name not in self._rows:
-            hint = did_you_mean(name, self._rows)
+            hint = usual_form(name) or did_you_mean(name, self._rows)
             raise PeftlabError(f"unknown {self.what} {name!r}{hint}; one of {', '.join(self._rows)}")
         return self._rows[name]
 

@@ -50,6 +50,7 @@ from peftlab.checkpoints.tensors import (
 from peftlab.errors import PeftlabError
 from peftlab.files import (
     MARK,
+    TOKENIZER,
     contains_path,
     read_object,
     real_path,
@@ -460,12 +461,6 @@ def _add_unread(model: PreTrainedModel, quantised: Path, directory: Path) -> Non
         shard.close()
 
 
-TOKENIZER = (
-    "tokenizer*", "*.tokenizer", "*vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "*.spm",
-    "spm*.model", "*.tiktoken", "tekken.json", "sentencepiece*", "spiece*", "*.bpe", "bpe.codes", "normalizer.json",
-    "dict.txt", "emoji.json", "byte_maps.json", "word_shape.json", "word_pronunciation.json", "chat_template*",
-    "additional_chat_templates",
-)  # fmt: skip
 OTHERS = (
     "generation_config.json", "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json",
     "*.py", "LICEN[CS]E*", "NOTICE*", "USE_POLICY*", "COPYING*",
@@ -483,7 +478,7 @@ def copy_side_files(base: Path, adapters: Sequence[Path], out: Path) -> list[str
     """
     homes = [home for place in adapters for home in (place / "adapter", place)]
     own = [home for home in homes if (home / "tokenizer_config.json").exists()]
-    notes = _copy(own[0] if own else base, out, TOKENIZER) + _copy(base, out, OTHERS)
+    notes = _copy(own[0] if own else base, out, (*TOKENIZER, "additional_chat_templates")) + _copy(base, out, OTHERS)
     if len(own) > 1 and any(_files(home, TOKENIZER) != _files(own[0], TOKENIZER) for home in own[1:]):
         notes.append(f"the adapters have different tokenizers; that of {own[0]} was copied")
     return notes

@@ -271,12 +271,12 @@ def recipes(context: typer.Context) -> object:
 @verb()
 def recipes_copy(
     name: Annotated[str, typer.Argument(help="Short name of a shipped recipe, or launch/FILE.")],
-    to: Annotated[Path | None, typer.Option("--to", help="File to write; default: the name, here.")] = None,
+    to: Annotated[str, typer.Option("--to", help="File or directory/ to write; default: the name, here.")] = ".",
 ) -> object:
     """Copy a shipped recipe, or a template of a cluster's jobs, to edit; never overwrites."""
     from peftlab.recipe.library import copy
 
-    done = copy(name, to or Path())
+    done = copy(name, to)
     show(str(done))
     return {"out": done}
 
@@ -285,7 +285,14 @@ def recipes_copy(
 @verb()
 def eval_(
     reference: Annotated[str, typer.Argument(help="A run, an adapter or a model.")],
-    overrides: Overrides = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="Overrides of what scores depend on: data.path=new.csv, data.validation=all, train.eval_batch_size=8, "
+            "generate.beams=4.",
+            metavar="KEY=VALUE",
+        ),
+    ] = None,
     recipe: Annotated[
         str | None,
         typer.Option("--recipe", help="Recipe that contains task and data; default: the run's own."),
@@ -309,7 +316,13 @@ def eval_(
 def predict(
     reference: Annotated[str, typer.Argument(help="A run, an adapter or a model.")],
     source: Annotated[str, typer.Argument(help="csv, tsv, jsonl or parquet; - is stdin.", metavar="INPUT")],
-    overrides: Overrides = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="Overrides of what predictions depend on: train.eval_batch_size=8, train.max_length=64.",
+            metavar="KEY=VALUE",
+        ),
+    ] = None,
     out: Annotated[
         str, typer.Option("-o", "--out", help="csv, jsonl or parquet; - is stdout, one JSON object a row.")
     ] = "-",

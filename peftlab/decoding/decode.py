@@ -453,8 +453,8 @@ def decode(
     """Decode a batch of prompts of any lengths.
 
     Greedy output equals plain greedy decoding token for token (to rounding, and so in float32); sampled output
-    follows the target's distribution. Rows of a batch do not influence one another, but for the random numbers of samples
-    whose drafter learns from all rows (``TokenRecycling``).
+    follows the target's distribution. Rows of a batch do not influence one another, but for the random numbers of
+    samples whose drafter learns from all rows (``TokenRecycling``).
 
     Args:
         target: the model whose output it is.

@@ -85,15 +85,24 @@ def match(names: Iterable[str], targets: list[str] | str, *, what: str = "target
     if isinstance(targets, str):
         picked = matching(targets, names, what=what)
         if not picked:
-            raise PeftlabError(f"{what}: the regular expression {targets!r} matches no module{_hint(targets, names)}")
+            pieces = re.split(r"[\s,]+", targets.strip())
+            listed = all(any(has_suffix(name, piece) for name in names) for piece in pieces)
+            hint = f" (did you mean [{', '.join(pieces)}]?)" if listed else nearest_modules(targets, names)
+            raise PeftlabError(f"{what}: the regular expression {targets!r} matches no module{hint}")
         return picked
     for target in targets:
         if not any(has_suffix(name, target) for name in names):
-            raise PeftlabError(f"{what}: {target!r} matches no module{_hint(target, names)}")
+            raise PeftlabError(f"{what}: {target!r} matches no module{nearest_modules(target, names)}")
     return [name for name in names if any(has_suffix(name, target) for target in targets)]
 
 
-def _hint(target: str, names: list[str]) -> str:
+def nearest_modules(target: str, names: list[str]) -> str:
+    """Return ``"; nearest: query, key"`` for the end of a message: the names most like one that matches nothing.
+
+    Args:
+        target: what was asked for.
+        names: of the modules that there are.
+    """
     # Compare with the last component, with the last two, and with whole names: the user may have meant any of them.
     tails = dict.fromkeys(".".join(name.split(".")[-k:]) for name in names for k in (1, 2))
     close = nearest(target, tails) or list(tails)[:6]

@@ -18,7 +18,7 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor, nn
 
-from peftlab.errors import PeftlabError, did_you_mean
+from peftlab.errors import PeftlabError, did_you_mean, suggest
 from peftlab.methods.base import (
     Adapted,
     Plan,
@@ -29,7 +29,7 @@ from peftlab.methods.base import (
     fully_trained,
     like_adapted,
 )
-from peftlab.methods.config import METHODS, MethodConfig, config_class, own_config
+from peftlab.methods.config import METHODS, PEFT_IGNORED, MethodConfig, config_class, own_config
 from peftlab.models.quantised import elements, is_coded, keep_layout
 from peftlab.registry import resolve
 from peftlab.untyped import Attributes
@@ -69,6 +69,7 @@ def inject(model: ModelT, config: MethodConfig | PeftConfig, *, name: str = DEFA
     """
     config = own_config(config)
     refuse_compiled(model)
+    refuse_wrapped(model)
     with room_for_adapter(model, name):
         keep_layout(model)
         plan = plan_injection(model, config)
@@ -171,12 +172,17 @@ def inject_bitfit(model: ModelT, biases: list[str] | str = "all", **options: obj
 def make_config(method: str, /, **fields: object) -> MethodConfig:
     """Return the configuration of a method by name; a wrong field raises ``PeftlabError``."""
     kind = config_class(method)
+    for key, value in fields.items():
+        if isinstance(value, MethodConfig) or hasattr(value, "peft_type"):
+            raise PeftlabError(f"{method}: {key} is a {type(value).__name__}; use peftlab.inject(model, config)")
     try:
         return kind(**fields)
     except ValidationError as error:
         first = error.errors()[0]
         key, unknown = ".".join(map(str, first["loc"])), first["type"] == "extra_forbidden"
-        hint = did_you_mean(key, kind.model_fields) if unknown else ""
+        hint = suggest(key, kind.model_fields) if unknown else ""
+        if unknown and key in PEFT_IGNORED:
+            hint = ", which is not needed; peftlab.inject takes peft's LoraConfig with all its fields"
         reason = "unknown field" if unknown else first["msg"].removeprefix("Value error, ")
         raise PeftlabError(": ".join(filter(None, (method, key, reason))) + hint) from None
 
@@ -196,9 +202,10 @@ def adapted_line(model: nn.Module) -> str:
     """Return which modules the active adapter is in: ``lora in 12 modules: query, value``; empty where in none."""
     if not is_injected(model):
         return ""
-    injection = injection_of(model)
-    names = sorted({name.rpartition(".")[2] for name in injection.replaced})
-    return f"{injection.config.name} in {len(injection.replaced):,} modules: {', '.join(names)}" if names else ""
+    injection, count = injection_of(model), len(injection_of(model).replaced)
+    lasts = {name: name.rpartition(".")[2] for name in injection.replaced}
+    names = sorted({name if last.isdigit() else last for name, last in lasts.items()})  # a number alone tells nothing
+    return f"{injection.config.name} in {count:,} module{'s' * (count != 1)}: {', '.join(names)}" if names else ""
 
 
 def print_trainable_parameters(model: nn.Module) -> None:
@@ -401,6 +408,15 @@ def refuse_compiled(model: nn.Module) -> None:
     """Raise ``PeftlabError`` for what ``torch.compile`` returned: the model is within it, under other names."""
     if hasattr(model, "_orig_mod"):
         raise PeftlabError("this is what torch.compile returned; give the model that it was given (model._orig_mod)")
+
+
+def refuse_wrapped(model: nn.Module) -> None:
+    """Raise ``PeftlabError`` if peft has put modules of its own into the model: an adapter would act on its adapter."""
+    if any(type(module).__module__.startswith("peft.") for module in model.modules()):
+        raise PeftlabError(
+            "this model is wrapped by peft already: give the base model (of a PeftModel, model.unload()), or load the "
+            "adapter that peft saved by peftlab.load_adapter"
+        )
 
 
 def refuse_patched(leaves: Mapping[str, nn.Module]) -> None:

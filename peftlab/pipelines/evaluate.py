@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -23,6 +23,15 @@ from peftlab.references import local_copy, similar_path
 from peftlab.tasks.problem import TaskProblem
 from peftlab.tasks.table import find_task
 from peftlab.training.distributed import accelerator_on
+
+_OF_THE_MODEL = (
+    *("model", "revision", "trust_remote_code", "base", "task"),
+    *("train.max_length", "train.eval_batch_size", "train.precision"),
+)
+SCORED_BY = (*_OF_THE_MODEL, "data", "objective", "generate", "init_from")
+"""The keys of a recipe, or the sections, that scores of a trained model depend on."""
+PREDICTED_BY = (*_OF_THE_MODEL, "data.text", "data.image", "data.choices")
+"""Those that its predictions depend on."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +88,8 @@ def evaluate(
     Args:
         reference: a run (its adapter is scored), an adapter, or a model as ``models.config.find_model`` takes it.
         recipe_name: the recipe that names task and data; default: ``recipe.yaml`` in that directory or above it.
-        overrides: as for ``peftlab run``: other data, another batch size; ``data.validation=all`` scores a whole file.
+        overrides: as for ``peftlab run``, of what scores depend on (``SCORED_BY``): other data, another batch size;
+            ``data.validation=all`` scores a whole file.
         latency: also return as ``latency`` how long forward passes take on that device, relative to the base model's:
             ``merged``, of the merged model beside the adapter, and ``unmerged``, of base and adapter.
         device: as for ``peftlab.run``.
@@ -109,7 +119,7 @@ def score_trained(
         device: as for ``evaluate``.
     """
     accelerator = accelerator_on(device)
-    trained = find_trained(reference, recipe_name, overrides)
+    trained = find_trained(reference, recipe_name, overrides, SCORED_BY)
     merged = _merged_directory(reference, trained) if latency else None
     with Phase("reading data and model"):
         recipe, task = trained.recipe, _load(trained)
@@ -220,16 +230,19 @@ class Trained:
         return ()
 
 
-def find_trained(reference: str | Path, recipe_name: str | Path | None, overrides: Iterable[str]) -> Trained:
+def find_trained(
+    reference: str | Path, recipe_name: str | Path | None, overrides: Iterable[str], read: Sequence[str]
+) -> Trained:
     """Find the trained model that ``reference`` names, and the recipe that it is scored by.
 
     Args:
         reference: a run (its adapter) or its URL, an adapter, or a model as ``models.config.find_model`` takes it.
         recipe_name: the recipe that names task and data; default: ``recipe.yaml`` in that directory or above it.
-        overrides: as for ``peftlab run``.
+        overrides: as for ``peftlab run``, of the keys that are read.
+        read: those keys, or the sections that they are in.
 
     Raises:
-        PeftlabError: no recipe is found, it is of another kind, or there is no such model.
+        PeftlabError: no recipe is found, it is of another kind, there is no such model, or an override changes nothing.
     """
     reference = local_copy(reference)
     directory = Path(reference)
@@ -238,7 +251,15 @@ def find_trained(reference: str | Path, recipe_name: str | Path | None, override
             f"{directory}: no such directory{similar_path(str(directory))}; a model that is not in a directory needs "
             "--recipe"
         )
+    overrides = list(overrides)
     recipe = load_recipe(recipe_name or _recipe_near(directory), overrides)
+    for override in overrides:
+        key = override.removeprefix("~").partition("=")[0].strip() + "."
+        if not any(key.startswith(f"{name}.") or f"{name}.".startswith(key) for name in read):
+            raise PeftlabError(
+                f"override {override!r}: the run is trained already; it changes nothing here, where {', '.join(read)} "
+                "are read"
+            )
     if not isinstance(recipe, FinetuneRecipe):
         raise PeftlabError(f"{recipe_name or directory}: a recipe of kind {recipe.kind} has no task to score")
     place = next((d for d in (directory, directory / "adapter") if (d / CONFIG_FILE).exists()), None)

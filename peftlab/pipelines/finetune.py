@@ -74,7 +74,15 @@ from peftlab.tasks.images import prompt_inputs
 from peftlab.tasks.labelled_rows import MISSING
 from peftlab.tasks.language_examples import TOO_LONG, tokenizer_of
 from peftlab.tasks.metrics import ClassScores, HardExample
-from peftlab.tasks.problem import ModelSource, RowSharing, Scores, TaskOptions, TaskProblem, TrainingProblem
+from peftlab.tasks.problem import (
+    ModelSource,
+    RowSharing,
+    Scores,
+    TaskOptions,
+    TaskProblem,
+    TrainingProblem,
+    refuse_no_training,
+)
 from peftlab.tasks.table import GenerateConfig, find_task
 from peftlab.training.config import TrainConfig
 from peftlab.training.distributed import AsTrained, check_trackers, make_accelerator
@@ -413,9 +421,8 @@ def load_task(recipe: FinetuneRecipe, classes: Sequence[str] | None = None, *, t
         class_weights=settings.class_weights,
     )
     problem: TaskProblem = resolve(task.prepare)(task, recipe.data, model_source(recipe), options)
-    if train and not len(problem.train):
-        whole = "; data.validation=all is for peftlab eval" if recipe.data.validation == "all" else ""
-        raise PeftlabError(f"task {recipe.task}: there is no training split{whole}")
+    if train:
+        refuse_no_training(recipe.task, len(problem.train), recipe.data.validation)
     problem.lr_ratio = lr_ratio(recipe.method)
     return problem
 

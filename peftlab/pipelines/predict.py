@@ -68,10 +68,10 @@ def predict_file(
     _refuse_output_columns(table, ["prediction"])  # a file that was labelled before
     # What is wrong with the files is said before anything heavy is imported.
     from peftlab.environment import resolve_device
-    from peftlab.pipelines.evaluate import find_trained
+    from peftlab.pipelines.evaluate import PREDICTED_BY, find_trained
 
     resolve_device(device)
-    trained = find_trained(reference, recipe_name, overrides)
+    trained = find_trained(reference, recipe_name, overrides, PREDICTED_BY)
     answers = answers_of(trained)
     texts = ["text"] if source == STREAM and [*table.columns] == ["text"] else []  # lines without column names
     names = tuple(text or texts or trained.recipe.data.text or find_task(trained.recipe.task).text)
@@ -174,7 +174,8 @@ def predict(
         texts: texts, or pairs where the task has pairs; longer ones than ``train.max_length`` tokens are truncated; or
             the paths of images.
         recipe_name: the recipe that names the task; default: ``recipe.yaml`` in that directory or above it.
-        overrides: as for ``peftlab run``: ``train.eval_batch_size``, ``train.max_length``.
+        overrides: as for ``peftlab run``, of what predictions depend on (``evaluate.PREDICTED_BY``):
+            ``train.eval_batch_size``, ``train.max_length``.
         device: as for ``peftlab.run``.
         on_rows: called with the number of rows of each batch as it begins.
 
@@ -184,13 +185,13 @@ def predict(
     """
     from peftlab.checkpoints.adapter import load_adapter
     from peftlab.models.load import eval_mode
-    from peftlab.pipelines.evaluate import find_trained, refuse_untrained
+    from peftlab.pipelines.evaluate import PREDICTED_BY, find_trained, refuse_untrained
     from peftlab.pipelines.finetune import model_source
     from peftlab.tasks.labelled import Evaluation, load_classifier, tokens_for
     from peftlab.training.distributed import accelerator_on
 
     accelerator = accelerator_on(device)
-    trained = find_trained(reference, recipe_name, overrides)
+    trained = find_trained(reference, recipe_name, overrides, PREDICTED_BY)
     answers, settings = answers_of(trained), trained.recipe.train
     if len(texts) == 0:
         raise PeftlabError("no rows to predict")

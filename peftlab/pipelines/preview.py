@@ -1,13 +1,14 @@
 """Shows the data and the parameters that a recipe would train, before it runs: ``validate --deep`` and ``--show``.
 
 Labels are read, the method's targets are found on the meta device, and examples are tokenised; no weights are loaded.
+What stops a run before its first step is refused by the functions that the run calls.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, groupby, islice
 from pathlib import Path
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from peftlab.errors import PeftlabError
 from peftlab.files import is_url
+from peftlab.models.load import empty_model, language_model_class, load_config
 from peftlab.pipelines.inspect import Inspection, inspect_model
 from peftlab.recipe.load import runs_of
 from peftlab.recipe.schema import FinetuneRecipe, Recipe, injected_method
@@ -29,14 +31,14 @@ from peftlab.tasks.data import tables_read
 from peftlab.tasks.images import collate_chat
 from peftlab.tasks.labelled import Answers, class_counts, repeated_rows
 from peftlab.tasks.labelled_rows import load_task_data
-from peftlab.tasks.language import load_rows, processor_for
+from peftlab.tasks.language import evaluation_splits, load_rows, processor_for
 from peftlab.tasks.language_examples import Source, Tokens, collate, tokenizer_of
-from peftlab.tasks.problem import ModelSource
+from peftlab.tasks.problem import ModelSource, refuse_no_training
 from peftlab.tasks.table import find_task
 from peftlab.untyped import Processor
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 _FLOAT = 4  # bytes of a number in fp32
 _MOMENTS = 2  # numbers that AdamW stores for each trained parameter
@@ -102,6 +104,8 @@ def deep_check(recipe: Recipe) -> DeepCheck:
     data = {(each.task, repr(each.data)): each for each in runs}
     methods = {(each.task, repr(each.method)): each for each in runs}
     read = {key: _read_data(each) for key, each in data.items()}
+    for each in {(each.task, each.train.max_length): each for each in runs}.values():
+        _refuse_too_long(each, read[each.task, repr(each.data)])
     found = {key: _inspect_method(each, read[each.task, repr(each.data)]) for key, each in methods.items()}
     needed = sum(_needed_bytes(each, found[each.task, repr(each.method)]) for each in runs)
     checked = DeepCheck(
@@ -131,8 +135,12 @@ def _read_data(recipe: FinetuneRecipe) -> CheckedData:
     if not task.labelled:
         rows: dict[str, list[object]]
         _, rows, left_out = load_rows(task, recipe.data)
+        refuse_no_training(task.name, len(rows.get("train", ())), recipe.data.validation)
+        evaluation_splits(task, rows)
+        _first_sequences(recipe, rows, "train", 1)  # the tokenizer has a chat template, if one is needed
         return CheckedData(task.name, columns, {split: len(each) for split, each in rows.items()}, {}, left_out, {})
     data = load_task_data(recipe.task, recipe.data)
+    refuse_no_training(task.name, len(data.splits.get("train", ())), recipe.data.validation)
     return CheckedData(
         task=task.name,
         columns=columns,
@@ -141,6 +149,25 @@ def _read_data(recipe: FinetuneRecipe) -> CheckedData:
         left_out=data.left_out,
         repeated=repeated_rows(data.task, data.splits),
     )
+
+
+def _refuse_too_long(recipe: FinetuneRecipe, data: CheckedData) -> None:
+    """Raise ``PeftlabError`` if the model has positions for fewer than ``train.max_length`` tokens."""
+    task, source = find_task(recipe.task), replace(_source(recipe), load=_load_empty)
+    if task.labelled:
+        answers: Answers = resolve(task.answers)(replace(task, labels=tuple(data.classes)))
+        source.model(answers.auto_class, recipe.train.max_length, answers.head())
+    else:
+        config = load_config(recipe.model, revision=recipe.revision, trust_remote_code=recipe.trust_remote_code)
+        source.model(language_model_class(config), recipe.train.max_length)
+
+
+def _load_empty(
+    reference: str, auto_class: str, *, revision: str | None, trust_remote_code: bool, **options: object
+) -> tuple[PreTrainedModel, list[str]]:
+    """Return what ``load_base`` does, on the meta device."""
+    config = load_config(reference, revision=revision, trust_remote_code=trust_remote_code)
+    return empty_model(auto_class, config, trust_remote_code=trust_remote_code), []
 
 
 def _inspect_method(recipe: FinetuneRecipe, data: CheckedData) -> Inspection:
@@ -277,13 +304,26 @@ def _labelled(recipe: FinetuneRecipe, count: int, *, evaluated: bool) -> tuple[A
 def _language(recipe: FinetuneRecipe, count: int, *, evaluated: bool) -> tuple[Processor, list[Sequences]]:
     """Return the tokenizer or processor, and the first examples of a task without labels: to train on, or to evaluate
     on."""
-    task = find_task(recipe.task)
     splits: dict[str, list[Source]]
-    _, splits, _ = load_rows(task, recipe.data)
-    rows = splits[_split(list(splits), ("validation", "test") if evaluated else ())]
+    _, splits, _ = load_rows(find_task(recipe.task), recipe.data)
+    return _first_sequences(recipe, splits, _split(list(splits), ("validation", "test") if evaluated else ()), count)
+
+
+def _first_sequences(
+    recipe: FinetuneRecipe, splits: Mapping[str, Sequence[object]], split: str, count: int
+) -> tuple[Processor, list[Sequences]]:
+    """Return the tokenizer or processor, and the first examples of a split.
+
+    Args:
+        recipe: of a task without labels.
+        splits: its rows.
+        split: the one to read.
+        count: examples at most.
+    """
+    task = find_task(recipe.task)
     examples = resolve(task.examples)
     processor, _ = processor_for(_source(recipe), splits)
-    found = (examples(task, recipe.data, row, processor, recipe.train.max_length) for row in rows)
+    found = (examples(task, recipe.data, row, processor, recipe.train.max_length) for row in splits[split])
     return processor, list(islice(chain.from_iterable(found), count))
 
 

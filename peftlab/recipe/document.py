@@ -31,7 +31,8 @@ mistake is reported with file, line and the nearest right spelling.
     peftlab run my.yaml method=full '~data.validation' output_dir=runs/full   # another method by name; ~ removes a key
     peftlab run my.yaml sweep.lr='[1e-4, 5e-4]'        # a grid: see guide/tables.md
 
-Overrides apply from left to right. The run directory contains the resolved recipe, which can be run again.
+Overrides apply from left to right. Paths are relative to the working directory, not to the recipe's file. The run
+directory contains the resolved recipe, which can be run again.
 """
 
 

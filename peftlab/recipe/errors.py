@@ -14,7 +14,7 @@ from pydantic import BaseModel, BeforeValidator, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from peftlab.errors import PeftlabError, did_you_mean
+from peftlab.errors import PeftlabError, same_setting, suggest, usual_form
 from peftlab.files import Json
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
@@ -137,8 +137,14 @@ def _sentence(recipe: type[BaseModel], source: Source, item: ErrorDetails) -> tu
         tag, section = str(field.discriminator), _value_at(data, keys)
         tags = section if isinstance(section, dict) else {}
         name = tags.get(tag)
-        unknown = f"unknown {dotted(keys)} {name!r}{did_you_mean(name, options)}; " if isinstance(name, str) else ""
-        return (*keys, tag), f"{unknown if tag in tags else 'missing; '}one of {', '.join(options)}"
+        if isinstance(name, str):
+            reason = f"unknown {dotted(keys)} {name!r}{usual_form(name) or suggest(name, options)}; "
+        elif tag in tags:
+            reason = ""
+        else:
+            able = [option for option, model in options.items() if tags.keys() <= fields(model).keys()]
+            reason = f"missing; write {dotted(keys)}={{{tag}: {(able or list(options))[0]}, ...}}; "
+        return (*keys, tag), f"{reason}one of {', '.join(options)}"
     value = _value_at(data, field_keys)
     if options and bool not in alternatives(field.annotation):
         hint = f" (write {{{field.discriminator}: {value}}})" if field.discriminator and isinstance(value, str) else ""
@@ -154,7 +160,7 @@ def _value_hint(field: FieldInfo, value: Json) -> str:
     kinds, known = alternatives(field.annotation), _literals(field.annotation)
     words = [word for word in (value if isinstance(value, list) else [value]) if isinstance(word, str)]
     for word in words:
-        if word not in known and (hint := did_you_mean(word, known)):
+        if word not in known and (hint := usual_form(word) or suggest(word, known)):
             return hint
     if bool in kinds and words and words[0].lower() in _OLD_BOOLEANS:
         return f" (did you mean {_OLD_BOOLEANS[words[0].lower()]}?)"
@@ -170,6 +176,8 @@ def _unknown_key(recipe: type[BaseModel], source: Source, keys: Keys) -> str:
     if (refused := _refusal(keys, _value_at(source.data, keys))) is not None:
         return f"refused: {refused}"
     *above, key = map(str, keys)
+    if form := usual_form(key) or usual_form(_value_at(source.data, keys)):
+        return f"unknown key{form}"
     valid = all_sections(recipe, source.data)
     here = valid.get(".".join(above), {})
     name, _, rest = key.partition(":")
@@ -180,10 +188,10 @@ def _unknown_key(recipe: type[BaseModel], source: Source, keys: Keys) -> str:
     if method and source.place(("method", "name")).rank and not source.place(keys).rank:
         chosen = method.get("name")
         return f"no key of method {chosen}; remove it by '~{dotted(keys)}', or write 'method={{name: {chosen}}}'"
-    if _same_setting(key, here):
+    if same_setting(key, here):
         return f"unknown key{suggest(key, here)}"
     for place, known in valid.items():
-        if found := _same_setting(key, known):
+        if found := same_setting(key, known):
             where = f"'{place}.{found}'" if place else f"{found!r} at the top level"
             return f"unknown key (did you mean {where}?)"
     if method:
@@ -363,66 +371,6 @@ def _size_in_words(constraints: Iterable[object]) -> str:
     if most is None:
         return f" ({least} or more entries)"
     return f" ({least or 0} to {most} entries)"
-
-
-# Names of keys that other tools have, and keys that papers have
-
-
-def suggest(key: str, keys: Iterable[str]) -> str:
-    """Return ``" (did you mean 'lr'?)"``, by usual name first, then by spelling; empty if nothing is near."""
-    keys = list(keys)
-    known = _same_setting(key, keys)
-    return f" (did you mean {known!r}?)" if known else did_you_mean(key, keys)
-
-
-def _same_setting(key: str, keys: Iterable[str]) -> str | None:
-    """Return the one of ``keys`` that is ``key`` in another case or under another usual name, if any."""
-    keys = set(keys)
-    plain = key.lower().replace("-", "_")
-    names = (plain, *(name for name, others in _USUAL_NAMES.items() if plain in others.split()))
-    return next((name for name in names if name in keys), None)
-
-
-_USUAL_NAMES = {
-    "lr": "learning_rate",
-    "r": "rank lora_r lora_rank",
-    "lora_alpha": "alpha",
-    "lora_dropout": "dropout",
-    "target_modules": "modules targets target",
-    "modules_to_save": "modules",
-    "method": "peft adapter",
-    "name": "peft_type type",
-    "kind": "type",
-    "epochs": "num_train_epochs num_epochs n_epochs epoch",
-    "max_steps": "steps num_steps num_train_steps max_train_steps",
-    "batch_size": "bs batch train_batch_size global_batch_size per_device_train_batch_size",
-    "eval_batch_size": "per_device_eval_batch_size",
-    "gradient_accumulation_steps": "grad_accum grad_accum_steps accumulation accumulation_steps gradient_accumulation",
-    "max_length": "max_len max_seq_len max_seq_length max_source_length seq_len",
-    "warmup": "warmup_ratio warmup_steps num_warmup_steps",
-    "scheduler": "lr_scheduler lr_scheduler_type schedule",
-    "weight_decay": "wd",
-    "eps": "adam_epsilon epsilon",
-    "betas": "adam_beta1 adam_beta2",
-    "max_grad_norm": "grad_clip clip gradient_clipping",
-    "precision": "bf16 fp16 dtype mixed_precision",
-    "eval_every": "eval_steps",
-    "early_stopping": "early_stopping_patience patience",
-    "keep_checkpoints": "save_total_limit",
-    "trackers": "report_to",
-    "seed": "random_seed",
-    "output_dir": "output out out_dir run_dir",
-    "model": "base_model model_name model_id model_name_or_path pretrained_model_name_or_path",
-    "task": "task_name",
-    "data": "dataset",
-    "path": "file data_path data_dir train_file",
-    "text": "text_column columns",
-    "label": "labels label_column",
-    "bins": "classes",
-    "validation": "validation_split val dev",
-    "max_train_examples": "max_train_samples",
-}
-"""The names that other tools have for a recipe's keys."""
 
 
 def _refusal(keys: Keys, value: Json) -> str | None:

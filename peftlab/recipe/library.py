@@ -59,14 +59,14 @@ def copy(name: str, destination: str | Path) -> Path:
 
     Args:
         name: the short name.
-        destination: a file, or a directory that is there.
+        destination: a file, or a directory: one that is there, or to be made, whose name ends in a slash.
 
     Raises:
         PeftlabError: no such recipe or template, or the new file exists already.
     """
     source = _among({**files(), **templates()}, name)
     target = Path(destination)
-    if target.is_dir():
+    if target.is_dir() or str(destination).endswith("/"):
         target = target / source.name
     if target.exists():
         raise PeftlabError(f"{target} exists already; nothing was written")

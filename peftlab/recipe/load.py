@@ -20,11 +20,11 @@ from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 from ruamel.yaml.reader import ReaderError
 from ruamel.yaml.representer import RoundTripRepresenter
 
-from peftlab.errors import PeftlabError, did_you_mean
+from peftlab.errors import PeftlabError, did_you_mean, suggest
 from peftlab.files import Json, read_text, to_json
 from peftlab.methods.config import METHODS
 from peftlab.recipe import library
-from peftlab.recipe.errors import Keys, Place, Problem, Source, all_sections, dotted, fields, suggest, validated
+from peftlab.recipe.errors import Keys, Place, Problem, Source, all_sections, dotted, fields, validated
 from peftlab.recipe.schema import (
     KINDS,
     AnyTable,

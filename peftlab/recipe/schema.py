@@ -16,6 +16,7 @@ from peftlab.errors import PeftlabError
 from peftlab.files import is_url
 from peftlab.methods.config import METHODS, LoraConfig, MethodConfig, config_class
 from peftlab.models.config import Base, BaseConfig, MergeConfig
+from peftlab.recipe.errors import fields
 from peftlab.registry import Section, Seed, Texts, resolve
 from peftlab.remote import check_url
 from peftlab.tasks.table import TASKS, DataConfig, GenerateConfig, PreferenceObjective, Problem, Task, find_task
@@ -50,6 +51,13 @@ def _run_place(path: str) -> str:
         except PeftlabError as error:
             raise ValueError(str(error)) from None
     return os.path.expanduser(path)
+
+
+def _with_name(method: object) -> object:
+    """Return a method's section, named lora where it has no name and all its keys are LoRA's."""
+    if isinstance(method, dict) and "name" not in method and method.keys() <= fields(LoraConfig).keys():
+        return {"name": "lora", **method}
+    return method
 
 
 def injected_method(method: MethodConfig, train: TrainConfig) -> MethodConfig:
@@ -144,6 +152,7 @@ class FinetuneRecipe(Section):
     )
     output_dir: str = Field(description=_OUTPUT_DIR)
 
+    _method = field_validator("method", mode="before")(_with_name)
     _lr = field_validator("train")(_with_lr)
     _place = field_validator("output_dir")(_run_place)
 
@@ -266,6 +275,7 @@ class DraftRecipe(Section):
     )
     output_dir: str = Field(description=_OUTPUT_DIR)
 
+    _method = field_validator("method", mode="before")(_with_name)
     _lr = field_validator("train")(_with_lr)
     _place = field_validator("output_dir")(_run_place)
 

@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING
 
 from peftlab.errors import PeftlabError, did_you_mean
 from peftlab.files import open_regular, parse_json
-from peftlab.references import locate
+from peftlab.references import locate, similar_path
 from peftlab.registry import resolve
 from peftlab.tasks.table import DataConfig, Task
 
@@ -220,7 +220,7 @@ class Table:
         """
         if name not in self.columns:
             hint = did_you_mean(name, self.columns)
-            columns = listed(self.columns, 50)
+            columns = _column_names(self.columns)
             raise PeftlabError(f"{self.path}: no column {name!r} ({key}){hint}; columns: {columns}")
         return self.columns[name]
 
@@ -249,6 +249,11 @@ class Table:
         """
         columns = {name: [values[row] for row in rows] for name in names for values in [self.columns[name]]}
         return Table(self.path, columns, [self.positions[row] for row in rows], self.unit)
+
+
+def _column_names(names: Iterable[str]) -> str:
+    """Return column names for a message, in quotes where blanks around them would not be seen."""
+    return listed((name if name == name.strip() else repr(name) for name in names), 50)
 
 
 class LazyColumns(Mapping[str, list[object]]):
@@ -505,7 +510,7 @@ def _table_of_objects(
 
 # --- The files of a task's splits, and their tables.
 _SPLIT_STEMS = {
-    "train": "train", "validation": "validation", "valid": "validation", "dev": "validation", "test": "test",
+    "train": "train", **dict.fromkeys(("validation", "valid", "val", "dev", "eval"), "validation"), "test": "test",
 }  # fmt: skip
 
 
@@ -517,11 +522,11 @@ def split_files(reference: str, more: tuple[str, ...] = (), *, images: bool = Fa
         more: suffixes to read beside those of tables.
         images: whether a directory without a table may contain the images, in folders of the splits or of the classes.
     """
-    path = locate(reference, "data.path")
-    if not isinstance(path, Path):
-        folder = Path(path).parent
-        siblings = [entry.name for entry in _directory_entries(folder)] if os.path.isdir(folder) else []
-        raise PeftlabError(f"data.path {path!r}: no such file or directory{did_you_mean(Path(path).name, siblings)}")
+    path = Path(os.path.expanduser(reference))
+    if reference.startswith("package:"):
+        path = Path(locate(reference, "data.path"))
+    elif not os.path.exists(path):  # Path.exists raises for names that are too long or unreadable
+        raise PeftlabError(f"data.path {reference!r}: no such file or directory{_where_it_may_be(reference)}")
     if not path.is_dir():
         return {"train": path}
     files: dict[str, Path] = {}
@@ -548,6 +553,16 @@ def split_files(reference: str, more: tuple[str, ...] = (), *, images: bool = Fa
     return files
 
 
+def _where_it_may_be(reference: str) -> str:
+    """Return what helps with a path that does not exist, for the end of a message."""
+    path = Path(os.path.expanduser(reference))
+    looked = "" if path.is_absolute() else f" (looked for in {Path.cwd()})"
+    on_hub = not path.suffix and len(path.parts) <= 2 and not reference.startswith((".", "/", "~"))
+    load = f"datasets.load_dataset({reference!r}, split='train').to_json('{path.name}.jsonl')"
+    hub = f"; data sets of the hub are not read: write one to a file first, {load}" if on_hub else ""
+    return similar_path(reference) + looked + hub
+
+
 def _directory_entries(directory: Path) -> list[Path]:
     try:
         return sorted(directory.iterdir())
@@ -568,7 +583,10 @@ def split_tables(
     if "validation" in all_files and validation is not None:
         raise PeftlabError(f"data.validation is set, but {all_files['validation']} is the validation split already")
     if "validation" not in all_files and validation is None:
-        raise PeftlabError(f"{all_files['train']}: data.validation must say how many examples to hold out, or all")
+        raise PeftlabError(
+            f"{all_files['train']}: no validation file. Give data.path a directory with train.* and validation.* "
+            "(val.*, dev.*), or set data.validation to a number of rows (200) or a share (0.1); all is for peftlab eval"
+        )
     tables = {split: read_table(file) for split, file in files.items()}
     for table in tables.values():
         if len(table) == 0:
@@ -651,12 +669,17 @@ def multilabel_columns(data: DataConfig, there: Collection[str]) -> Columns:
 
 
 def _of_usual_names(there: Collection[str], usual: Sequence[Sequence[str]], key: str) -> list[str]:
-    """Return the first of the ``usual`` columns that a file has; ``key`` of the ``data`` section names others."""
-    for names in usual:
-        if all(name in there for name in names):
-            return list(names)
+    """Return the first of the ``usual`` columns that a file has; ``key`` of the ``data`` section names others.
+
+    Exact names come first, then those in capitals or with blanks around them.
+    """
+    for spelt in ({name: name for name in there}, {name.strip().casefold(): name for name in there}):
+        for names in usual:
+            if all(name in spelt for name in names):
+                return [spelt[name] for name in names]
     known = ", ".join(" and ".join(names) for names in usual)
-    raise PeftlabError(f"data.{key}: missing, and no column has a usual name ({known}); columns: {listed(there, 50)}")
+    columns = _column_names(there)
+    raise PeftlabError(f"data.{key}: missing, and no column has a usual name ({known}); columns: {columns}")
 
 
 def word_columns(data: DataConfig, there: Collection[str]) -> Columns:

@@ -201,7 +201,7 @@ examples and the class names. It adds the faults that it finds itself, and raise
 def load_own(task: Task, data: DataConfig, read: Read) -> tuple[Task, dict[str, Examples], dict[str, int]]:
     """Read a labelled task from the user's files.
 
-    ``data.path`` is a file or a directory with ``train.*`` and ``validation.*`` (``valid.*``, ``dev.*``), and perhaps
+    ``data.path`` is a file or a directory with ``train.*`` and ``validation.*`` (``val.*``, ``dev.*``), and perhaps
     ``test.*``, whose label column may be absent. Without a validation file, ``data.validation`` examples are drawn
     with ``data.split_seed``, or all are the validation split.
 
@@ -231,7 +231,7 @@ def load_own(task: Task, data: DataConfig, read: Read) -> tuple[Task, dict[str, 
     if data.validation == "all":
         splits["validation"] = splits.pop("train")
     elif data.validation is not None:
-        splits = _hold_out(splits, data.validation, data.split_seed)
+        splits = _hold_out(splits, data.validation, data.split_seed, next(iter(columns.labels)))
     left_out = {MISSING: dropped, OUTSIDE: outside}
     task = replace(task, labels=tuple(classes), text=tuple(columns.inputs), found=columns.found)
     return task, splits, {why: n for why, n in left_out.items() if n}
@@ -327,19 +327,31 @@ def texts(table: Table, name: str, faults: list[Fault]) -> list[str]:
     return [str(value) for value in values]
 
 
-def _hold_out(splits: dict[str, Examples], validation: int | float, seed: int) -> dict[str, Examples]:
-    """Split the training examples into ``train`` and ``validation``, stratified where each has one class."""
+def _hold_out(splits: dict[str, Examples], validation: int | float, seed: int, label: str) -> dict[str, Examples]:
+    """Split the training examples into ``train`` and ``validation``, stratified where each has one class.
+
+    Args:
+        splits: with a ``train`` split.
+        validation: ``data.validation``, a number or a share.
+        seed: ``data.split_seed``.
+        label: the column of the labels, for messages.
+    """
     everything = splits["train"]
     n, labels = len(everything), everything.label or ()
     strata = [label if isinstance(label, int) else 0 for label in labels] or [0] * n
     n_classes = len(set(strata))
     size = validation if isinstance(validation, int) else round(validation * n)
     if not 0 < size <= n - n_classes:
-        enough = f"one for training in each of {n_classes} classes" if n_classes > 1 else "one for training"
-        raise PeftlabError(
-            f"data.validation {validation}: holds out {size} of {n} examples, not at least one and {enough}; "
-            "to score a whole file, set data.validation=all"
-        )
+        if size == 0:
+            fault = f"none of {n} examples"
+        elif size >= n:
+            fault = f"{size} of {n} examples, and leaves none to train on; for peftlab eval of a whole file, set all"
+        else:
+            fault = (
+                f"{size} of {n} examples; the {n - size} others are fewer than the {n_classes} classes: is {label!r} "
+                "the column of the classes (data.label)?"
+            )
+        raise PeftlabError(f"data.validation {validation}: holds out {fault}")
     chosen = set(stratified(strata, size, seed))
     train = everything.take(row for row in range(n) if row not in chosen)
     return {**splits, "train": train, "validation": everything.take(sorted(chosen))}

@@ -232,6 +232,17 @@ class TaskProblem(TrainingProblem):
             self.held_out |= {split: self.refer(model, rows) for split, rows in self.held_out.items()}
 
 
+def refuse_no_training(task: str, rows: int, validation: float | str | None) -> None:
+    """Raise ``PeftlabError`` if there are no rows to train on.
+
+    Args:
+        task: its name. rows: of the training split. validation: ``data.validation``.
+    """
+    if not rows:
+        whole = "; data.validation=all is for peftlab eval" if validation == "all" else ""
+        raise PeftlabError(f"task {task}: there is no training split{whole}")
+
+
 @torch.inference_mode()
 def mean_loss(
     loss: Loss,

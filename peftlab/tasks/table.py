@@ -238,8 +238,8 @@ class DataConfig(Section):
     path: str | None = Field(
         default=None,
         description="GLUE: null for the hub (nyu-mll/glue) or a directory in GLUE's TSV layout. Own task: a "
-        "file (csv, tsv, jsonl, parquet; .gz too), a directory with train.* and validation.* files, or "
-        "package:NAME/path.",
+        "file (csv, tsv, jsonl, parquet; .gz too), a directory with train.* and validation.* (or val.*, dev.*) files, "
+        "or package:NAME/path.",
     )
     text: Texts | None = Field(
         default=None,
@@ -317,6 +317,17 @@ class DataConfig(Section):
     max_train_examples: int | None = Field(
         default=None, ge=1, description="Use only this many training examples, drawn with split_seed."
     )
+
+    @field_validator("validation", mode="before")
+    @classmethod
+    def _refuse_text(cls, value: object) -> object:
+        if isinstance(value, str) and value != "all":
+            hint = "; a file stands in a directory beside the training file: data.path=DIR with train.* and val.*"
+            raise ValueError(
+                f"expected a number of rows (200), a share (0.1), or all, got {value!r}"
+                f"{hint if {'.', '/'} & {*value} else ''}"
+            )
+        return value
 
     @field_validator("validation")
     @classmethod

@@ -23,9 +23,10 @@ from models import adapt, build, load, save_base, weight_files
 from safetensors.torch import load_file, save_file
 
 import peftlab
-from peftlab.checkpoints.merge import OTHERS, TOKENIZER, copy_side_files, merge_checkpoint, unmerge_checkpoint
+from peftlab.checkpoints.merge import OTHERS, copy_side_files, merge_checkpoint, unmerge_checkpoint
 from peftlab.checkpoints.merge_plan import MergeOptions
 from peftlab.errors import PeftlabError
+from peftlab.files import TOKENIZER
 from peftlab.pipelines.merge import run_merge, verify_merge
 
 # Files copied beside merged weights: the directory's own, never what a link in it leads to elsewhere.

@@ -40,7 +40,7 @@ def write(
         ({"data.path": "{}/row.csv"}, r"row\.csv'?: no such file or directory \(did you mean 'rows\.csv'\?\)"),
         ({"data.label": "labl"}, r"rows\.csv: no column 'labl' \(data\.label\) \(did you mean 'label'\?\); columns: text, label"),
         ({"data.text": "[txt]"}, r"no column 'txt' \(data\.text\)"),
-        ({"data.validation": "null"}, r"data\.validation must say how many examples"),
+        ({"data.validation": "null"}, r"rows\.csv: no validation file\. Give data\.path a directory with train\.\* and .* a number of rows \(200\)"),
         ({"task": "text/tokens", "data.text": "null", "data.label": "null"}, r"no column 'tokens' \(data\.text\); columns"),
         ({"task": "text/choice", "data.text": "null", "data.label": "null"}, r"no column 'choices' \(data\.choices\)"),
         ({"task": "text/multilabel", "data.label": "null", "data.labels": "[x, y]"}, r"no column 'x' \(data\.labels\)"),
@@ -79,7 +79,7 @@ def test_columns_of_a_table_s_cells_and_of_split_files(tmp_path: Path, model: Pa
     (tmp_path / "data" / "test.csv").write_text("text\ngood\n")
     table = {
         "kind": "table", "model": str(model), "tasks": ["text/classification"], "rows": {"one": {}}, "output_dir": str(tmp_path / "t"),
-        "data": {"path": str(tmp_path / "data"), "text": ["text"], "label": "label"},
+        "data": {"path": str(tmp_path / "data"), "text": ["text"], "label": "label"}, "train": {"max_length": 32},
     }  # fmt: skip
     file = tmp_path / "table.yaml"
     file.write_text(json.dumps(table))
@@ -114,6 +114,35 @@ def test_deep_reads_labels_finds_targets_and_compares_space(tmp_path: Path, mode
     monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=1000))
     with pytest.raises(PeftlabError, match=r"output_dir: checkpoints and models need 0\.\d MB in .*; 0 MB are free"):
         deep_check(peftlab.validate(file))
+
+
+CHAT = '{"messages": [{"role": "user", "content": "a film"}, {"role": "assistant", "content": "good"}]}\n' * 3
+
+
+@pytest.mark.parametrize(
+    ("rows", "overrides", "message"),
+    [
+        (
+            None,
+            ["data.validation=all"],
+            r"text/classification: there is no training split; data\.validation=all is for",
+        ),
+        (None, ["train.max_length=33"], r"train\.max_length is 33; .*bert has positions for 32 tokens"),
+        (CHAT, [], r"rows\.jsonl:\d: a chat, but the model's tokenizer has no chat template"),
+    ],
+)
+def test_deep_refuses_what_the_run_refuses(
+    tmp_path: Path, model: Path, rows: str | None, overrides: list[str], message: str
+) -> None:
+    file = write(tmp_path, model)
+    if rows is not None:
+        (tmp_path / "rows.jsonl").write_text(rows)
+        chat = ["task=text/chat", f"data.path={tmp_path / 'rows.jsonl'}", "~data.text", "~data.label"]
+        overrides = [*chat, *overrides]
+    checked = peftlab.validate(file, overrides)
+    for refuse in (lambda: deep_check(checked), lambda: peftlab.run(file, overrides)):
+        with pytest.raises(PeftlabError, match=message):
+            refuse()
 
 
 def test_what_deep_and_show_found_is_in_the_json(tmp_path: Path, model: Path) -> None:

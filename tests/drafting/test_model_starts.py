@@ -99,7 +99,9 @@ def test_gates_choose_layers_and_the_results_say_which(stories: Path, place: Pat
 def test_token_ids_that_the_target_does_not_have(stories: Path, tmp_path: Path) -> None:
     rows = [{"prompt_ids": [1, 400], "response_ids": ids} for ids in ([5, 6], [5, 99999])]
     (tmp_path / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with pytest.raises(PeftlabError, match=r"log.jsonl: row 2 has token id 99999; the target's vocabulary has 512 tokens"):
+    with pytest.raises(
+        PeftlabError, match=r"log.jsonl: row 2 has token id 99999; the target's vocabulary has 512 tokens"
+    ):
         go(stories, tmp_path / "out", f"data.replay={tmp_path / 'log.jsonl'}")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import peft
 import pytest
 import torch
 import transformers
@@ -11,7 +12,7 @@ from tiny_models import base, batch, injected, logits, trained
 import peftlab
 from peftlab import PeftlabError
 from peftlab.methods.config import METHODS, config_class
-from peftlab.methods.inject import injection_of, is_injected
+from peftlab.methods.inject import adapted_line, injection_of, is_injected
 
 
 def fingerprint(model):
@@ -29,6 +30,9 @@ BAD_LORA = [
     ({"target_modules": ["qury"]}, "'qury' matches no module; nearest: .*query"),
     ({"target_modules": ["query", "valeu"]}, "'valeu' matches no module"),
     ({"target_modules": r".*\.nothing"}, "matches no module"),
+    ({"target_modules": "query,value"}, r"'query,value' matches no module \(did you mean \[query, value\]\?\)$"),
+    ({"target_modules": "query"}, r"did you mean \[query\]"),
+    ({"target_modules": "query, valeu"}, "'query, valeu' matches no module; nearest: "),
     ({"target_modules": "("}, "not a regular expression"),
     ({"target_modules": []}, "target_modules"),
     ({"r": 0}, "r: "),
@@ -38,7 +42,8 @@ BAD_LORA = [
     ({"lora_dropout": -0.1}, "lora_dropout"),
     ({"lora_alpha": 0}, "lora_alpha"),
     ({"layers_to_transform": [5]}, "no layer 5; there are 0 to 1"),
-    ({"rank_pattern": {"nothing": 2}}, "rank_pattern"),
+    ({"rank_pattern": {"qury": 2}}, r"^rank_pattern: 'qury' matches no adapted module; nearest: query"),
+    ({"alpha_pattern": {"qury": 2}}, r"^alpha_pattern: 'qury' matches no adapted module; nearest: query"),
     ({"modules_to_save": ["poolr"]}, "'poolr' matches no module; nearest: .*pooler"),
     ({"lora_alhpa": 3}, "did you mean 'lora_alpha'"),
 ]
@@ -51,6 +56,39 @@ def test_bad_lora(fields, message):
     with pytest.raises(PeftlabError, match=message):
         peftlab.inject_lora(model, **fields)
     assert fingerprint(model) == before
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"rank": 4}, r"lora: rank: unknown field \(did you mean 'r'\?\)"),
+        ({"dropout": 0.1}, "did you mean 'lora_dropout'"),
+        ({"task_type": "SEQ_CLS"}, r"task_type: unknown field, which is not needed; peftlab\.inject takes peft's"),
+        ({"r": peftlab.LoraConfig()}, r"lora: r is a LoraConfig; use peftlab\.inject\(model, config\)"),
+        ({"r": peft.LoraConfig()}, r"lora: r is a LoraConfig; use peftlab\.inject\(model, config\)"),
+    ],
+)
+def test_habits_from_other_libraries(fields, message):
+    with pytest.raises(PeftlabError, match=message):
+        peftlab.inject_lora(base("bert"), **fields)
+
+
+def test_the_line_of_a_module_whose_name_ends_in_a_number_has_the_whole_name():
+    model = torch.nn.Sequential(torch.nn.Sequential(torch.nn.Linear(4, 4)))
+    assert adapted_line(peftlab.inject_lora(model, target_modules=["0.0"])) == "lora in 1 module: 0.0"
+
+
+@pytest.mark.parametrize("wrap", ["get_peft_model", "add_adapter"])
+def test_a_model_that_peft_has_wrapped_is_refused(wrap):
+    model, config = base("bert"), peft.LoraConfig(target_modules=["query"])
+    if wrap == "get_peft_model":
+        model = peft.get_peft_model(model, config)
+    else:
+        model.add_adapter(config)
+    with pytest.raises(PeftlabError, match=r"wrapped by peft already: give the base model .*model\.unload\(\)"):
+        peftlab.inject_lora(model)
+    if wrap == "get_peft_model":
+        assert is_injected(peftlab.inject_lora(model.unload()))
 
 
 @pytest.mark.parametrize("second", METHODS)

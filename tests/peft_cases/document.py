@@ -41,6 +41,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "`fan_in_fan_out`": ("variants/gpt2: plain",),
     "`modules_to_save`": ("variants/llama: modules_to_save", "variants/llama: modules_to_save, one absent"),
     "`task_type`: SEQ_CLS": ("variants/bert: plain", "variants/roberta: plain"),
+    "`task_type`: CAUSAL_LM": ("variants/llama: plain",),
     "`task_type`: none": ("variants/bert: without a task type", "variants/roberta: all-linear, without a task type"),
     "`ensure_weight_tying`": ("embeddings/tied, both, whole, kept tied",),
     "`ensure_weight_tying` with LoRA on embeddings": ("embeddings/tied, both, by LoRA, kept tied",),

@@ -74,6 +74,7 @@ def test_copy_never_overwrites(tmp_path: Path) -> None:
     with pytest.raises(PeftlabError, match="exists already"):
         library.copy("quickstart", copied)
     assert copied.read_text() == "mine"
+    assert library.copy("quickstart", f"{tmp_path}/made/") == tmp_path / "made" / copied.name
     assert load_recipe(library.copy("glue/rte-lora", tmp_path / "new" / "a.yaml")) == load_recipe("glue/rte-lora")
 
 

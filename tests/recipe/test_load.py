@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from itertools import takewhile
 from pathlib import Path
 
 import pytest
@@ -249,8 +251,57 @@ def test_changing_the_method_says_what_to_do_with_the_old_keys() -> None:
 def test_unknown_and_missing_method() -> None:
     (line,) = complaint(BASE + "method:\n  name: lara\n  r: 4\n")
     assert line.startswith("recipes/x.yaml:5: method: unknown method 'lara' (did you mean 'lora'?); one of lora, ")
-    (line,) = complaint(BASE + "method:\n  r: 4\n")
-    assert line.startswith("recipes/x.yaml:4: method.name: missing; one of lora, ")
+    (line,) = complaint(BASE + "method:\n  rank: 4\n")
+    assert line.startswith("recipes/x.yaml:4: method.name: missing; write method={name: lora, ...}; one of lora, ")
+    (line,) = complaint(BASE, "method.bottleneck=4")
+    assert line.startswith("override 'method.bottleneck=4': method.name: missing; write method={name: houlsby, ...}; ")
+
+
+def test_a_method_without_a_name_is_lora() -> None:
+    for recipe in (load_recipe(write(BASE), ["method.r=4"]), load_recipe(write(BASE + "method:\n  r: 4\n"))):
+        assert (recipe.method.name, recipe.method.r) == ("lora", 4)
+    (line,) = complaint(BASE, "method.r=0")
+    assert line == "override 'method.r=0': method.r: expected whole number from 1, got 0"
+
+
+@pytest.mark.parametrize(
+    ("override", "hint"),
+    [
+        ("method=qlora", "write base.dtype=nf4 method=lora"),
+        ("method=dora", "write method={name: lora, use_dora: true}"),
+        ("base.dtype=4bit", "did you mean 'nf4'?"),
+        ("method={name: lora, task_type: CAUSAL_LM}", "leave it out: the task says it"),
+        ("train.logging_steps=1", "leave it out: metrics.jsonl has a line for each step"),
+        ("lora_target_modules=[q_proj]", "did you mean 'method.target_modules'?"),
+        ("task=sft", "write task=text/chat, or text/completion"),
+        ("task=dpo", "write task=text/preference"),
+        ("task=causal_lm", "write task=text/plain"),
+    ],
+)
+def test_settings_of_other_tools_are_told_in_the_words_of_recipes(override: str, hint: str) -> None:
+    (line,) = complaint(BASE, override)
+    assert hint in line
+
+
+def _other_names() -> list[tuple[str, str, list[str]]]:
+    """Return the names of TRL and axolotl in the guide's table, each with a value and the keys of its row."""
+    text = (Path(__file__).resolve().parents[2] / "docs" / "guide" / "language_models.md").read_text(encoding="utf-8")
+    rows = text.split("| TRL (", 1)[1].splitlines()[2:]
+    found = []
+    for row in takewhile(lambda line: line.startswith("|"), rows):
+        *others, ours = row.strip("|").split(" | ")
+        keys = [code.partition(":")[0].strip() for code in re.findall(r"`([^`]+)`", ours)]
+        for code in re.findall(r"`([^`]+)`", " ".join(others)):
+            name, value = re.fullmatch(r"(\w+)[:=]?\s*(.*)", code).groups()
+            found.append((name, value if value and code[len(name)] in ":=" else "1", keys))
+    return found
+
+
+@pytest.mark.parametrize(("name", "value", "keys"), _other_names())
+def test_the_names_of_the_guide_s_table_are_answered_with_the_keys_of_their_row(name, value, keys) -> None:
+    (line,) = complaint(BASE, f"{name}={value}")
+    hint = line.partition("unknown key")[2]
+    assert any(key in hint for key in keys)
 
 
 def test_fields_that_contradict_each_other() -> None:
@@ -279,6 +330,12 @@ def test_fields_that_contradict_each_other() -> None:
         (
             "data.validation=1.5",
             "data.validation: a share is below 1 and a number of examples is whole, got 1.5",
+        ),
+        ("data.validation=al", "data.validation: expected a number of rows (200), a share (0.1), or all, got 'al'"),
+        (
+            "data.validation=val.csv",
+            "data.validation: expected a number of rows (200), a share (0.1), or all, got 'val.csv'; a file stands in a "
+            "directory beside the training file: data.path=DIR with train.* and val.*",
         ),
     ],
 )

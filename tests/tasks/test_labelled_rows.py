@@ -73,6 +73,16 @@ def test_columns_of_usual_names_are_found_and_a_recipe_names_others(tmp_path):
     pairs = [{"premise": f"p {i}", "hypothesis": f"h {i}", "label": i % 2} for i in range(4)]
     both = load(write(tmp_path / "pairs.jsonl", jsonl_text(pairs)), text=None, label=None, validation="all")
     assert both.splits["validation"]["text_pair"][0] == "h 0"
+    for header in ("Text, LABEL", " text,label "):
+        spelt = load(write(tmp_path / "spelt.csv", f"{header}\na,x\nb,y\n"), text=None, label=None, validation="all")
+        assert spelt.task.text == (header.split(",")[0],) and spelt.splits["validation"]["label"] == [0, 1]
+    exact = write(tmp_path / "exact.csv", "Text,content,label\na,x,1\nb,y,2\n")
+    assert load(exact, text=None, label=None, validation="all").task.text == ("content",)
+    blank = write(tmp_path / "blank.csv", "notes, mood\na,x\n")
+    with pytest.raises(PeftlabError, match=r"no column has .*; columns: notes, ' mood'$"):
+        load(blank, text=None, validation="all")
+    with pytest.raises(PeftlabError, match=r"no column 'mood' .*did you mean ' mood'.*; columns: notes, ' mood'$"):
+        load(blank, text=["notes"], validation="all")
     other = write(tmp_path / "other.csv", csv_text([{"notes": f"words {i}", "mood": "ab"[i % 2]} for i in range(4)]))
     with pytest.raises(PeftlabError, match=r"data\.text: missing, and no column has .*; columns: notes, mood"):
         load(other, text=None, validation="all")
@@ -146,6 +156,13 @@ def test_a_directory_of_split_files(tmp_path):
     assert data.splits["train"]["label"][:] == [1, 0, 1]
     assert data.splits["validation"][:] == {"text": ["x"], "label": [0]}
     assert data.splits["test"][:] == {"text": ["unlabelled "]}
+
+
+@pytest.mark.parametrize("stem", ["validation", "valid", "val", "dev", "eval"])
+def test_the_names_of_a_validation_file(tmp_path, stem):
+    write(tmp_path / "train.csv", labelled("a", "b"))
+    write(tmp_path / f"{stem}.csv", labelled("b"))
+    assert {split: len(rows) for split, rows in load(tmp_path).splits.items()} == {"train": 2, "validation": 1}
 
 
 def test_pairs(tmp_path):
@@ -230,10 +247,15 @@ def test_a_validation_file_outside_every_bin_is_refused(tmp_path):
         ("review,mood\nx,a\ny\n", {}, r"r\.csv:3: 1 columns where 2"),
         ('review,mood\n"two\nlines",a\n\n"open,b\n', {}, r"r\.csv:5: not a CSV row"),
         ("review,mood,mood\n", {}, "'mood' appears more than once"),
-        (labelled("a", "b"), {"validation": 2}, "holds out 2 of 2 examples"),
-        (labelled("a", "b"), {"validation": 0.1}, "holds out 0 of 2 examples"),
+        (labelled("a", "b"), {"validation": 2}, "holds out 2 of 2 examples, and leaves none to train on"),
+        (
+            labelled("a", "b", "c", "d"),
+            {"validation": 1},
+            r"holds out 1 of 4 examples; the 3 others are fewer than the 4 classes: is 'mood' the column of the classes",
+        ),
+        (labelled("a", "b"), {"validation": 0.1}, "holds out none of 2 examples"),
         (labelled("a", "b", "a"), {"validation": 1.5}, "a share is below 1"),
-        (labelled("a", "b", "a"), {"validation": None}, "data.validation must say"),
+        (labelled("a", "b", "a"), {"validation": None}, r"r\.csv: no validation file\. Give data\.path a directory"),
     ],
 )
 def test_bad_files_are_refused_with_a_place(tmp_path, text, options, message):
@@ -422,6 +444,22 @@ def test_a_misspelt_relative_path_is_not_taken_for_a_hub_id(tmp_path, monkeypatc
     monkeypatch.chdir(tmp_path)
     with pytest.raises(PeftlabError, match=r"'review\.csv': no such file or directory \(did you mean 'reviews\.csv'"):
         load("review.csv", validation=1)
+
+
+def test_a_path_that_does_not_exist_is_told_with_the_directory_it_was_looked_for_in(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(
+        PeftlabError, match=rf"'\.\./my data/x\.csv': no such file or directory \(looked for in {tmp_path}\)$"
+    ):
+        load("../my data/x.csv", validation=1)
+    with pytest.raises(PeftlabError, match=r"x\.csv': no such file or directory$"):
+        load(tmp_path / "x.csv", validation=1)
+    for name in ("imdb", "stanfordnlp/imdb"):
+        said = (
+            rf"data sets of the hub are not read: .*load_dataset\('{name}', split='train'\)\.to_json\('imdb\.jsonl'\)$"
+        )
+        with pytest.raises(PeftlabError, match=said):
+            load(name, validation=1)
 
 
 def test_a_dataset_that_travels_as_a_package(reviews):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -127,6 +128,22 @@ def test_other_class_names_are_refused_with_both_sets(finished: Path, tmp_path: 
             evaluate(place, finished / "recipe.yaml", [f"data.path={file}", "data.validation=all"])
         assert "this file's: 'awful', 'great', 'soso' (3)" in str(caught.value)
         assert "those of the model: 'fine', 'good', 'poor' (3)" in str(caught.value)
+
+
+@pytest.mark.parametrize("override", ["method.r=3", "train.lr=5", "sweep.lr=[1e-4,1e-3]", "output_dir=x", "~merge"])
+def test_an_override_that_changes_nothing_is_refused(finished: Path, override: str) -> None:
+    said = re.escape(f"override {override!r}: the run is trained already; it changes nothing here, where model, ")
+    for act in (
+        lambda: evaluate(finished, None, [override]),
+        lambda: peftlab.predict(finished, ["a"], None, [override]),
+    ):
+        with pytest.raises(PeftlabError, match=said):
+            act()
+    with pytest.raises(PeftlabError, match=r"train\.bach_size: unknown key .did you mean 'batch_size'"):
+        evaluate(finished, None, ["train.bach_size=5"])
+    with pytest.raises(PeftlabError, match=r"override .data\.validation=all.: the run is trained already"):
+        peftlab.predict(finished, ["a"], None, ["data.validation=all"])
+    assert len(peftlab.predict(finished, ["a"], None, ["train.eval_batch_size=2"]).answers) == 1
 
 
 def test_a_model_without_a_trained_head_is_not_scored(encoder: Path, finished: Path, tmp_path: Path) -> None:

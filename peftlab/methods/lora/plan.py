@@ -22,6 +22,7 @@ from peftlab.methods.base import (
     has_suffix,
     layer_index,
     match,
+    nearest_modules,
     parameters_under,
     recast,
     trainable_dtype,
@@ -78,8 +79,10 @@ def plan(model: nn.Module, config: LoraConfig) -> Plan:
     experts = _expert_targets(model, config, parts)
     copied = {} if config.ensure_weight_tying else leaves_shared_elsewhere(model, whole)
     adapted = [*parts, *(f"{module}.{name}" for module, names in experts.items() for name in names)]
-    for pattern in (*config.rank_pattern, *config.alpha_pattern):
-        match(adapted, rf"(.*\.)?({pattern})", what="rank_pattern/alpha_pattern")
+    for key, patterns in (("rank_pattern", config.rank_pattern), ("alpha_pattern", config.alpha_pattern)):
+        for pattern in patterns:
+            if not matching(rf"(.*\.)?({pattern})", adapted, what=key):
+                raise PeftlabError(f"{key}: {pattern!r} matches no adapted module{nearest_modules(pattern, adapted)}")
     replace: dict[str, Callable[[nn.Module], nn.Module]] = {}
     for name, rows in parts.items():
         rank = _rank(config, name)
