@@ -44,6 +44,7 @@ from peftlab.checkpoints.tensors import (
     Copy,
     OutputFile,
     open_shards,
+    read_header,
     run,
     write_tensors,
 )
@@ -453,7 +454,10 @@ def _add_unread(model: PreTrainedModel, quantised: Path, directory: Path) -> Non
         )
     if unread:
         tensors = {key: holders[key].read(key) for key in unread}
-        saved = {key: shard.path.name for shard in open_shards(directory) for key in shard.entries}
+        if (directory / SAFETENSORS).exists():  # beside it no index would be read
+            (directory / SAFETENSORS).rename(directory / "model-read.safetensors")
+        files = directory.glob("*.safetensors")
+        saved = {key: file.name for file in files for key in read_header(file)[0]}
         write_tensors(directory / "model-unread.safetensors", tensors, {})
         index = {"metadata": {}, "weight_map": saved | dict.fromkeys(unread, "model-unread.safetensors")}
         write_json(directory / SAFETENSORS_INDEX, index)

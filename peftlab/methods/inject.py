@@ -410,9 +410,18 @@ def refuse_compiled(model: nn.Module) -> None:
         raise PeftlabError("this is what torch.compile returned; give the model that it was given (model._orig_mod)")
 
 
+_WRAPPERS = {
+    ("peft.peft_model", "PeftModel"),
+    ("peft.tuners.tuners_utils", "BaseTunerLayer"),
+    ("peft.utils.other", "AuxiliaryTrainingWrapper"),
+}
+"""What peft puts into a model or around it, by module and name, as peft may be absent."""
+
+
 def refuse_wrapped(model: nn.Module) -> None:
-    """Raise ``PeftlabError`` if peft has put modules of its own into the model: an adapter would act on its adapter."""
-    if any(type(module).__module__.startswith("peft.") for module in model.modules()):
+    """Raise ``PeftlabError`` if peft has put adapters into the model: another would act on them."""
+    kinds = {(kind.__module__, kind.__name__) for module in model.modules() for kind in type(module).__mro__}
+    if kinds & _WRAPPERS:
         raise PeftlabError(
             "this model is wrapped by peft already: give the base model (of a PeftModel, model.unload()), or load the "
             "adapter that peft saved by peftlab.load_adapter"

@@ -336,7 +336,10 @@ class TestRefused:
             (["data.prompts=[]"], "no prompt in it"),
             (["method={name: medusa}"], "unknown method 'medusa'; one of lora"),
             (["method={name: lora, trunk: {r: 2}}"], "method.trunk: unknown key"),
-            (["draft={truncate: {layers: [0]}}"], "draft.kind: missing; one of model, early_exit"),
+            (
+                ["draft={truncate: {layers: [0]}}"],
+                "draft.kind: missing; write draft={kind: model, ...}; one of model, early_exit",
+            ),
             (["method=null"], "no parameters of its own to train"),
             (["~draft"], "draft: missing"),
             (["method={name: houlsby}", "merge=true"], "no linear fold"),

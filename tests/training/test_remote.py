@@ -231,7 +231,7 @@ def test_a_url_that_fails_at_the_start_trains_nothing(failing, written):
     Failing.name, Failing.left = "recipe.yaml", 10**6
     with pytest.raises(PeftlabError, match=r"recipe.yaml: cannot be written"):
         peftlab.run(written(failing))
-    assert not list(local_place(failing, "runs").glob("checkpoints/*"))
+    assert not list(local_place(failing, "runs").glob("checkpoints/*.pt"))
 
 
 def test_an_incomplete_directory_is_not_read(memory, written, machine):
