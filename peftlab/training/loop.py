@@ -91,6 +91,8 @@ def train(
     final = adapter_template(problem.model) if accelerator.is_fsdp2 else problem.model
     trainer = Trainer(problem, settings, accelerator, checkpoints if resume else None)
     progress = trainer.progress
+    if resume and progress.step >= order.total:
+        accelerator.print(f"nothing left to train after step {progress.step}; train.max_steps or train.epochs say more")
     log = Log(run_dir / "metrics.jsonl", accelerator, progress.step, progress.metrics_bytes, order)
     with log, StopSignals(accelerator) as signals:
         clock = time.perf_counter()

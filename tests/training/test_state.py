@@ -174,13 +174,14 @@ def test_asked_to_stop(number, model, rows, tmp_path):
     tiny.assert_same_run(tmp_path / "run", tmp_path / "whole")
 
 
-def test_a_finished_run_resumes_to_itself(model, rows, tmp_path):
+def test_a_finished_run_resumes_to_itself(model, rows, tmp_path, capsys):
     values = tiny.recipe(model, rows, tmp_path / "run")
     first = tiny.run(values)
     before = {
         name: (tmp_path / "run" / name).read_bytes() for name in ("metrics.jsonl", "adapter/adapter_model.safetensors")
     }
     again = tiny.run(values, resume=True)
+    assert "nothing left to train after step 8;" in capsys.readouterr().out
     assert again["metrics"] == first["metrics"] and again["steps"] == first["steps"]
     for name, content in before.items():
         assert (tmp_path / "run" / name).read_bytes() == content
