@@ -239,7 +239,7 @@ def draw(page: str, rates: Mapping[str, Sequence[str]], path: Path) -> None:
     """Write the figure: the losses that the page's tables have over the rate, a curve for each group of rows.
 
     Args:
-        page: the page's text. rates: those of each group. path: the SVG file.
+        page: the page's text, with at least one loss. rates: those of each group. path: the SVG file.
     """
     import matplotlib
     from matplotlib.figure import Figure
@@ -250,18 +250,23 @@ def draw(page: str, rates: Mapping[str, Sequence[str]], path: Path) -> None:
     }  # fmt: skip
     with matplotlib.rc_context(style):
         drawing = Figure(figsize=(7.6, 3.1), layout="constrained")
-        for axes, (name, title) in zip(drawing.subplots(1, len(DATA)), DATA.items(), strict=True):
-            axes.set(title=title, xscale="log", xlabel="learning rate", ylabel="held-out loss")
+        tables = {name: rows_of_part(page, f"{name} loss") for name in DATA}
+        drawn = [name for name, rows in tables.items() if any(text != "-" for row in rows for text in row[1:])]
+        panels = drawing.subplots(1, len(drawn), squeeze=False)[0]
+        for axes, name in zip(panels, drawn, strict=True):
+            axes.set(title=DATA[name], xscale="log", xlabel="learning rate", ylabel="held-out loss")
             axes.xaxis.set_major_formatter(lambda rate, _: f"{rate:.0e}".replace("e-0", "e-"))
             axes.minorticks_off()
             axes.grid(axis="y", color=INK, alpha=0.25, linewidth=0.6)
             lowest, highest = [], []
-            for row in rows_of_part(page, f"{name} loss"):
+            for row in tables[name]:
                 group = _group(row[0])
                 points = [
                     (float(rate), *_loss(text)) for rate, text in zip(rates[group], row[1:], strict=True) if text != "-"
                 ]
-                x, y, spread = zip(*points, strict=True) if points else ((), (), ())
+                if not points:
+                    continue
+                x, y, spread = zip(*points, strict=True)
                 dashes = "--" if group == FULL else ":" if group in ("attention", "mlp") else "-"
                 axes.errorbar(
                     x,
@@ -276,10 +281,12 @@ def draw(page: str, rates: Mapping[str, Sequence[str]], path: Path) -> None:
                 )
                 lowest += sorted(y)[:1]
                 highest += sorted(y)[:3][-1:]
-            if lowest:  # a rate that is far too high would flatten all the rest
-                room = 1.5 * (max(highest) - min(lowest)) or 0.1
-                axes.set_ylim(min(lowest) - 0.1 * room, min(lowest) + room)
-        drawing.legend(*axes.get_legend_handles_labels(), loc="outside right center", frameon=False)
+            room = 1.5 * (max(highest) - min(lowest)) or 0.1  # a rate that is far too high would flatten all the rest
+            axes.set_ylim(min(lowest) - 0.1 * room, min(lowest) + room)
+        curves = {
+            label: curve for axes in panels for curve, label in zip(*axes.get_legend_handles_labels(), strict=True)
+        }
+        drawing.legend(curves.values(), curves.keys(), loc="outside right center", frameon=False)
         text = io.StringIO()
         drawing.savefig(
             text, format="svg", transparent=True, metadata=dict.fromkeys(("Creator", "Date", "Format", "Type"))
