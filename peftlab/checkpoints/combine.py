@@ -164,7 +164,7 @@ def _pairs(adapters: Sequence[Adapter], configs: Sequence[LoraConfig], weights: 
                 if b is None or b.flatten(1).shape[1] != len(a):
                     rank = "no" if b is None else f"a rank of {b.flatten(1).shape[1]}, not {len(a)}, in"
                     raise PeftlabError(f"{name}: the adapter has {rank} {name[:-1]}B")
-                module = config.looked_up(found[1], adapter.tensors)
+                module = config.name_in_patterns(found[1], adapter.tensors)
                 r = config.rank(module)
                 pairs.setdefault(name, []).append((*_by_expert(a, b, r), weight * config.scale(module, r)))
     for name, items in pairs.items():
@@ -191,7 +191,7 @@ def _plain_lora(adapter: Adapter) -> LoraConfig:
 def _ranks(adapter: Adapter) -> set[int]:
     config = _plain_lora(adapter)
     modules = [found[1] for name in adapter.tensors if (found := _A.fullmatch(name))]
-    return {config.rank(config.looked_up(module, adapter.tensors)) for module in modules}
+    return {config.rank(config.name_in_patterns(module, adapter.tensors)) for module in modules}
 
 
 def _tensors_besides_factors(adapters: Sequence[Adapter]) -> dict[str, Tensor]:

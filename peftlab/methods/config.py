@@ -158,7 +158,7 @@ class LoraConfig(MethodConfig):
             found = re.fullmatch(r"(.+?)[._]lora_(?:embedding_)?A", name)
             if found is None:
                 continue
-            rank = self.rank(self.looked_up(found[1], shapes))
+            rank = self.rank(self.name_in_patterns(found[1], shapes))
             rows = shape[0] if shape else 0
             experts = name.endswith("_lora_A") and rows > 0 and rows % rank == 0
             if rows != rank and not experts:
@@ -166,7 +166,7 @@ class LoraConfig(MethodConfig):
         return ""
 
     @staticmethod
-    def looked_up(module: str, tensors: Container[str]) -> str:
+    def name_in_patterns(module: str, tensors: Container[str]) -> str:
         """Return the name by which a module's rank and alpha are found: an attention's for its output projection.
 
         Args:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import datetime, timezone
 from fnmatch import fnmatch
@@ -231,11 +231,8 @@ def begin_or_compare(directory: Path, recipe: Recipe, data_fingerprint: str, *, 
     from peftlab.reporting.facts import flatten
 
     here, there = (dict(flatten(each.model_dump(mode="json"))) for each in (recipe, load_recipe(file)))
-    differ = [
-        f"{key} {there.get(key)}, now {here.get(key)}"
-        for key in {**there, **here}
-        if here.get(key) != there.get(key) and not f"{key}.".startswith(tuple(f"{own}." for own in _MAY_CHANGE))
-    ]
+    allowed = tuple(f"{key}." for key in _MAY_CHANGE)
+    differ = [text for key, text in changed_keys(here, there).items() if not f"{key}.".startswith(allowed)]
     if read_object(directory / "provenance.json").get("data_fingerprint") != data_fingerprint:
         differ.append("the examples are others")
     if differ:
@@ -244,6 +241,16 @@ def begin_or_compare(directory: Path, recipe: Recipe, data_fingerprint: str, *, 
             "(train.max_steps, train.epochs) and what is scored and stored; for anything else start another run "
             "(init_from: this one)"
         )
+
+
+def changed_keys(here: Mapping[str, object], there: Mapping[str, object]) -> dict[str, str]:
+    """Return the keys of two recipes whose values differ, each with a text: ``train.lr 0.001, now 0.5``.
+
+    Args:
+        here: the values now, by dotted key. there: those before.
+    """
+    differ = [key for key in {**there, **here} if here.get(key) != there.get(key)]
+    return {key: f"{key} {there.get(key)}, now {here.get(key)}" for key in differ}
 
 
 def provenance(seed: int, data_fingerprint: str, processes: int, device: torch.device) -> dict[str, Json]:

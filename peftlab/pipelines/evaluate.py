@@ -25,9 +25,9 @@ from peftlab.tasks.table import find_task
 from peftlab.training.distributed import accelerator_on
 
 _OF_THE_MODEL = (
-    *("model", "revision", "trust_remote_code", "base", "task"),
-    *("train.max_length", "train.eval_batch_size", "train.precision"),
-)
+    "model", "revision", "trust_remote_code", "base", "task", "train.max_length", "train.eval_batch_size",
+    "train.precision",
+)  # fmt: skip
 SCORED_BY = (*_OF_THE_MODEL, "data", "objective", "generate", "init_from")
 """The keys of a recipe, or the sections, that scores of a trained model depend on."""
 PREDICTED_BY = (*_OF_THE_MODEL, "data.text", "data.image", "data.choices")

@@ -20,7 +20,7 @@ from typing import Protocol
 
 from peftlab.errors import PeftlabError, did_you_mean
 from peftlab.files import LOCK, Json, claimed, is_locked, locked, read_mark, read_object, remove, write_text
-from peftlab.pipelines.directory import RUN, TABLE, recipe_inputs
+from peftlab.pipelines.directory import RUN, TABLE, changed_keys, recipe_inputs
 from peftlab.recipe.load import DRAFT, Cell, dump_recipe, load_recipe, table_cells
 from peftlab.recipe.schema import AnyTable, Recipe, TableRecipe
 from peftlab.registry import resolve
@@ -239,8 +239,7 @@ def _recipe_difference(cell: Cell) -> str:
     for key in _FOUND:  # in the run's recipe, not in the table's
         if here.get(key) is None:
             here[key] = there.get(key)
-    differ = [key for key in {**there, **here} if here.get(key) != there.get(key)]
-    return ", ".join(f"{key} {there.get(key)}, now {here.get(key)}" for key in differ)
+    return ", ".join(changed_keys(here, there).values())
 
 
 def _settings_without_place(recipe: Recipe) -> dict[str, Json]:
