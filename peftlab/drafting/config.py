@@ -57,7 +57,7 @@ class DraftData(Section):
     field: str | None = Field(
         default=None,
         description="Column with the prompts, or a text with columns in braces, 'Where is {city}?'; null: prompt, "
-        "text, question, instruction, messages, turns or prompt_ids.",
+        "text, question, instruction (and input), messages, turns or prompt_ids.",
     )
     chat: bool | None = Field(
         default=None,

@@ -428,9 +428,19 @@ def question_and_answer(
     return [*asked, {"role": "assistant", "content": _text(completion, names[1], where)}]
 
 
-def _alpaca(values: Mapping[str, object], where: str) -> list[Message]:
+def alpaca_question(values: Mapping[str, object], where: str) -> str:
+    """Return what a row in alpaca's format asks: its instruction, and its input on a line of its own if it has one.
+
+    Args:
+        values: the row, with ``instruction`` and maybe ``input``, by column.
+        where: file and line, for errors.
+    """
     instruction, more = _text(values["instruction"], "instruction", where), values.get("input")
-    asked = instruction if is_missing(more) else f"{instruction}\n{_text(more, 'input', where)}"
+    return instruction if is_missing(more) else f"{instruction}\n{_text(more, 'input', where)}"
+
+
+def _alpaca(values: Mapping[str, object], where: str) -> list[Message]:
+    asked = alpaca_question(values, where)
     history = values.get("history") or []
     if not isinstance(history, list):
         raise PeftlabError(f"{where}: history is a list of questions and answers, not {quoted(history)}")

@@ -13,7 +13,7 @@ from peftlab.errors import PeftlabError
 from peftlab.files import parse_json
 from peftlab.models.image_tokens import LIMIT
 from peftlab.references import locate
-from peftlab.tasks.conversations import Message, chat_ids
+from peftlab.tasks.conversations import Message, alpaca_question, chat_ids
 from peftlab.tasks.data import Table, is_unicode, listed, quoted, read_table, table_suffix, text_lines
 
 if TYPE_CHECKING:
@@ -72,8 +72,8 @@ def read_prompts(
     Args:
         source: the texts themselves, or a file: a table (``.jsonl``, ``.json``, ``.csv``, ``.tsv``, ``.parquet``), or
             one prompt a line in any other. A row has ``prompt`` or ``text``, ``question`` or ``instruction`` (one user
-            turn), ``messages`` (role and content), ``turns`` (Spec-Bench: a list of which the first is asked) or
-            ``prompt_ids``, and optionally ``question_id`` or ``id``, and ``category``.
+            turn; an alpaca row's ``input`` follows on a line of its own), ``messages`` (role and content), ``turns``
+            (Spec-Bench: a list of which the first is asked) or ``prompt_ids``, and optionally ``question_id`` or ``id``, and ``category``.
         field: the column, or a text with columns in braces that each row fills, ``Where is {city}?``; None for the
             first of these columns that a row has.
         most: read the first N prompts only; None: all.
@@ -309,7 +309,10 @@ def _rows(table: Table, field: str | None) -> list[Prompt]:
         if name is None:
             raise PeftlabError(f"{table.where(row)}: no prompt; a row needs one of {', '.join(_PROMPTS)}")
         labels = str(own), "all" if category is None else str(category)
-        prompts.append(_prompt(*labels, name, fields[name][row], table.where(row), table.path.parent))
+        value = fields[name][row]
+        if name == "instruction" and field is None and isinstance(value, str) and "input" in table.columns:
+            value = alpaca_question({name: value, "input": table.columns["input"][row]}, table.where(row))
+        prompts.append(_prompt(*labels, name, value, table.where(row), table.path.parent))
     return prompts
 
 

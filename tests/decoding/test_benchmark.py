@@ -382,6 +382,15 @@ def test_a_question_is_one_turn_of_a_chat(tmp_path, field):
     assert prompt.messages == [{"role": "user", "content": "Why?"}] and prompt.text == "Why?"
 
 
+def test_alpacas_rows_ask_with_their_input(tmp_path):
+    rows = [{"instruction": "Add.", "input": more, "output": "3"} for more in ("1 and 2", "", None)]
+    (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert [prompt.text for prompt in read_prompts(tmp_path / "p.jsonl")] == ["Add.\n1 and 2", "Add.", "Add."]
+    assert read_prompts(tmp_path / "p.jsonl", field="instruction")[0].text == "Add."
+    with pytest.raises(PeftlabError, match=r"p\.jsonl:2: input is empty"):
+        read_prompts(tmp_path / "p.jsonl", field="{instruction} {input}")
+
+
 def test_prompt_files_that_hold_nothing(tmp_path):
     (tmp_path / "p.txt").write_text("\n\n")
     with pytest.raises(PeftlabError, match="no prompt in it"):
