@@ -73,7 +73,8 @@ def read_prompts(
         source: the texts themselves, or a file: a table (``.jsonl``, ``.json``, ``.csv``, ``.tsv``, ``.parquet``), or
             one prompt a line in any other. A row has ``prompt`` or ``text``, ``question`` or ``instruction`` (one user
             turn; an alpaca row's ``input`` follows on a line of its own), ``messages`` (role and content), ``turns``
-            (Spec-Bench: a list of which the first is asked) or ``prompt_ids``, and optionally ``question_id`` or ``id``, and ``category``.
+            (Spec-Bench: a list of which the first is asked) or ``prompt_ids``, and optionally ``question_id`` or
+            ``id``, and ``category``.
         field: the column, or a text with columns in braces that each row fills, ``Where is {city}?``; None for the
             first of these columns that a row has.
         most: read the first N prompts only; None: all.
