@@ -20,6 +20,7 @@ from peftlab.files import read_object, typed_value, write_json
 from peftlab.methods.config import MethodConfig
 from peftlab.methods.inject import plan_injection
 from peftlab.models.architectures import embeddings_of
+from peftlab.models.chunked_sum import last_position
 from peftlab.models.load import eval_mode
 from peftlab.untyped import Unwrapped
 
@@ -32,7 +33,7 @@ def forward_hidden(
 ) -> tuple[Tensor, ...]:
     """Return the hidden states [b, n, H] of every layer; the last one is after the final norm.
 
-    The LM head runs on one position a row only. ``check_head`` verifies that the last state times the
+    The LM head runs on a row's last position only. ``check_head`` verifies that the last state times the
     LM head is what the model computes.
 
     Args:
@@ -43,7 +44,7 @@ def forward_hidden(
     output = model(
         input_ids=input_ids,
         attention_mask=attention_mask,
-        logits_to_keep=1,
+        logits_to_keep=last_position(input_ids),
         output_hidden_states=True,
         use_cache=False,
         **({} if positions is None else {"position_ids": positions}),

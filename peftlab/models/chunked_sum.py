@@ -1,4 +1,4 @@
-"""A sum over tokens of a function of their hidden states, without ever holding the logits of all of them."""
+"""Sums over tokens of a function of their hidden states, without ever holding the logits of all of them."""
 
 from __future__ import annotations
 
@@ -12,6 +12,18 @@ from peftlab.untyped import AutogradContext
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 """Row indices [t] and their hidden states [t, H] to the sum of their losses."""
+
+
+def last_position(input_ids: Tensor) -> Tensor:
+    """Return ``logits_to_keep`` with which a model's LM head runs on the last position of each row alone, [1].
+
+    With the number 1 the model takes a slice, and torch multiplies a slice of several rows by a copy of the weight for
+    each row where the weight is frozen.
+
+    Args:
+        input_ids: [b, n], on the model's device.
+    """
+    return input_ids.new_tensor([-1])
 
 
 def chunked_sum(loss: Loss, hidden: Tensor, rows: Tensor, chunk: int, parameters: Sequence[Tensor] = ()) -> Tensor:

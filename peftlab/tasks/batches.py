@@ -246,19 +246,15 @@ class Collate:
     Args:
         tokenizer: the one that made the tokens.
         regression: labels are float32, else int64 class indices.
-        pad_to_multiple_of: round the padded length up to a multiple, for tensor cores.
 
     Raises:
         PeftlabError: the tokenizer has neither a pad nor an end-of-sequence token.
     """
 
-    def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, regression: bool, pad_to_multiple_of: int | None = None
-    ) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, regression: bool) -> None:
         self.fill = {"input_ids": padding_token(tokenizer), "token_type_ids": tokenizer.pad_token_type_id}
         self.left = tokenizer.padding_side == "left"
         self.regression = regression
-        self.multiple = pad_to_multiple_of or 1
 
     def __call__(self, rows: Sequence[Row]) -> dict[str, Tensor]:
         """Return ``padded``, and ``labels`` of shape (batch,) where the rows have them."""
@@ -278,8 +274,7 @@ class Collate:
         lists = {
             name: [typed_value(row, name, list, "an example") for row in rows] for name in self.fill if name in rows[0]
         }
-        longest = max(map(len, lists["input_ids"]))
-        width = -(-longest // self.multiple) * self.multiple
+        width = max(map(len, lists["input_ids"]))
         lists["attention_mask"] = [[1] * len(ids) for ids in lists["input_ids"]]
         return {
             name: torch.tensor([self._pad(ids, width, self.fill.get(name, 0)) for ids in values], dtype=torch.int64)

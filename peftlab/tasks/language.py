@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from peftlab.errors import PeftlabError
 from peftlab.files import typed_value
-from peftlab.models.chunked_sum import chunked_sum
+from peftlab.models.chunked_sum import chunked_sum, last_position
 from peftlab.models.load import eval_mode, max_positions
 from peftlab.registry import resolve
 from peftlab.tasks.batches import Row, eval_batches, packed_rows, padding_or_end, seeded_order, seeded_subset
@@ -454,7 +454,8 @@ def _trained_states(model: nn.Module, inputs: Mapping[str, Tensor]) -> tuple[Ten
     given, kept = _forward_inputs(inputs), inputs["trained"][:, 1:]
     bare: Unwrapped = getattr(model, "module", model)
     with _last_states(bare) as states:
-        model(**given, logits_to_keep=1)  # through the wrapper: DDP must see a forward pass
+        # Through the wrapper: DDP must see a forward pass.
+        model(**given, logits_to_keep=last_position(given["input_ids"]))
     return states[0][:, :-1][kept], inputs["input_ids"][:, 1:][kept]
 
 
@@ -505,7 +506,7 @@ def _head_matches(model: PreTrainedModel) -> bool:
     with eval_mode(model), _last_states(model) as states:
         try:
             logits = model(input_ids=ids, use_cache=False).logits[0].float()
-            model(input_ids=ids, use_cache=False, logits_to_keep=1)
+            model(input_ids=ids, use_cache=False, logits_to_keep=last_position(ids))
         except TypeError:  # a model that does not take logits_to_keep
             return False
         if not states:

@@ -106,9 +106,6 @@ def test_padding_to_the_longest(bert):
     for name in expected:
         assert torch.equal(batch[name], expected[name]) and batch[name].dtype == torch.int64
     assert batch["labels"].dtype == torch.int64 and batch["labels"].tolist() == [0, 1]
-    wide = Collate(bert, regression=False, pad_to_multiple_of=8)([tokens[0], tokens[1]])
-    assert wide["input_ids"].shape == wide["attention_mask"].shape == (2, 16)
-    assert wide["attention_mask"].sum(1).tolist() == [4, 15]
 
 
 def test_regression_labels_and_unlabelled_rows(bert):

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jinja2 import Environment
 from tokenizers import Tokenizer, models, pre_tokenizers
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     CohereConfig,
     CohereForCausalLM,
@@ -34,6 +35,7 @@ from transformers import (
 )
 
 import peftlab
+from peftlab.drafting.target import forward_hidden
 from peftlab.errors import PeftlabError
 from peftlab.methods.inject import trainable_parameters
 from peftlab.pipelines.finetune import FinetuneResults
@@ -347,6 +349,32 @@ def test_scores_do_not_depend_on_the_batches(tokenizer) -> None:
     total = sum(float(nll(model, collate([data[i]], pad=0))) for i in range(len(data)))
     assert found[0]["loss"] == pytest.approx(total / sum(data["trained_tokens"]), rel=1e-5)
     assert found[0]["bits_per_byte"] == pytest.approx(total / 0.6931472 / sum(2 * n for n in range(1, 8)), rel=1e-5)
+
+
+def test_scoring_copies_no_head_for_each_row() -> None:
+    """torch multiplies a slice of states by the weight repeated for each row, where it is frozen."""
+    model = LlamaForCausalLM(LlamaConfig(**{**SMALL, "vocab_size": 512})).eval().requires_grad_(False)
+    inputs = dict.fromkeys(("input_ids", "attention_mask"), torch.ones(6, 5, dtype=torch.long))
+    inputs["trained"] = torch.ones(6, 5, dtype=torch.bool)
+    largest = 0
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            nonlocal largest
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor):
+                largest = max(largest, out.numel())
+            return out
+
+    with torch.no_grad():
+        nll(model, inputs)  # which also finds out how the model reads its head
+        with Watch():
+            nll(model, inputs)
+            assert largest == model.lm_head.weight.numel()
+            forward_hidden(model, inputs["input_ids"], inputs["attention_mask"])
+            assert largest == model.lm_head.weight.numel()
+            model(inputs["input_ids"], logits_to_keep=1)
+            assert largest == 6 * model.lm_head.weight.numel()
 
 
 # --- Files of chats with mistakes in them, through a recipe: one error that names the place, and nothing written.
