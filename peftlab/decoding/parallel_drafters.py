@@ -77,6 +77,10 @@ class ParallelDrafter(Drafter):
     def has_logits(self) -> bool:
         return self.width == 1
 
+    @property
+    def chain_limit(self) -> int | None:
+        return self.masks.length if self.width == 1 else None
+
     def start(self, rows: list[Row], state: TargetState) -> None:
         check_vocabulary(self.engine, state)
         if self.engine.encoder is not None or state.cache.context is not None:

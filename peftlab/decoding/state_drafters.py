@@ -147,6 +147,10 @@ class HeadsDrafter(Drafter):
     def reads_hidden(self) -> bool:
         return True
 
+    @property
+    def chain_limit(self) -> int | None:
+        return self.heads.depth if self.width == 1 else None
+
     def start(self, rows: list[Row], state: TargetState) -> None:
         self._hidden, self._vocab = {}, state.vocab_size
         self.join(rows, state)

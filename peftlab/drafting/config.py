@@ -412,6 +412,9 @@ class PardDraft(ModelDraft):
             yield "draft_window", "limits a draft that draws token by token; pard writes all at once"
         if recipe.merge is False:
             yield "merge", "a pard draft is its merged weights, which name the mask; remove merge: false"
+        if recipe.gamma > self.tokens:
+            more = f"write draft.tokens: {recipe.gamma}"
+            yield "gamma", f"{recipe.gamma}, but a pass writes {self.tokens} tokens; {more}"
 
     @classmethod
     def costs(cls, target: TargetWeights) -> list[DraftCost]:
@@ -588,6 +591,9 @@ class GatedLoraDraft(DraftConfig):
         yield from super().problems(recipe)
         if self.blocks != sorted(set(self.blocks)):
             yield "draft.blocks", f"{self.blocks} is not a rising list of different numbers"
+        elif recipe.gamma > self.blocks[-1]:
+            more = f"end draft.blocks with {recipe.gamma}"
+            yield "gamma", f"{recipe.gamma}, but the longest block has {self.blocks[-1]} tokens; {more}"
         if self.noise and self.mask_token is not None:
             yield "draft.mask_token", "with noise: true masks have no id of their own; remove one of them"
         if recipe.method is not None and recipe.method.name != "lora":

@@ -254,15 +254,13 @@ def draft_lengths(
         head: reads the head for policy ``head`` of a draft that has none of its own; see ``acceptance_head``.
 
     Raises:
-        PeftlabError: the first drafter cannot follow the policy, or drafts no chains of ``gamma`` tokens.
+        PeftlabError: the first drafter cannot follow the policy, or drafts no chains as long as the policy asks for.
     """
     made = {name: make() for name, make in drafters.items()}
     refused = {name: reason for name, drafter in made.items() if (reason := _obstacle(chosen.row.needs, drafter))}
     first = next(iter(made))
     if first in refused:
         raise PeftlabError(f"policy {chosen.text}: {refused[first]}")
-    if (longest := made[first].chain_limit) is not None and gamma > longest:
-        raise PeftlabError(f"gamma {gamma}: the draft was trained to draft {longest} tokens in a pass; give {longest}")
     times: MeasuredStepTimes | None = None
     if chosen.row.needs == TIMES:
         draft = next((drafter.draft_model for drafter in made.values() if drafter.draft_model is not None), None)
@@ -278,6 +276,9 @@ def draft_lengths(
         if chosen.row.needs == HEAD and estimate is None and head is not None:
             estimate = head()
         policies[name] = resolve(chosen.row.make)(PolicyInputs(gamma, estimate, own), chosen.value)
+    most = policies[first]().budget(batch)
+    if (longest := made[first].chain_limit) is not None and most > longest:
+        raise PeftlabError(f"gamma {most}: the draft was trained to draft {longest} tokens in a pass; give {longest}")
     notes = (f"policy {chosen.text}: {', '.join(refused)} draft {gamma} tokens instead",) if refused else ()
     return Lengths(policies, notes)
 

@@ -43,7 +43,7 @@ KINDS = {
         "null",
         "dflash/model.safetensors",
     ),
-    "pard": ("{kind: pard, tokens: 3, vocabulary: 300}", "{name: lora, r: 4}", "merged/model.safetensors"),
+    "pard": ("{kind: pard, tokens: 4, vocabulary: 300}", "{name: lora, r: 4}", "merged/model.safetensors"),
     "gated_lora": ("{kind: gated_lora, noise: true}", "{name: lora, r: 4}", "adapter/adapter_model.safetensors"),
 }
 REFUSED = {
@@ -218,6 +218,8 @@ def test_a_confidence_head_ends_drafts(run: tuple[str, Path], stories: Path, tmp
     assert sum(drafted["head:0.5"]) / len(drafted["head:0.5"]) < sum(drafted["fixed"]) / len(drafted["fixed"])
     with pytest.raises(PeftlabError, match="gamma 5: the draft was trained to draft 4 tokens in a pass; give 4"):
         draft_lengths(policy("fixed"), 5, pair.target, drafters)
+    with pytest.raises(PeftlabError, match="gamma 6: the draft was trained to draft 4 tokens"):
+        draft_lengths(policy("fixed:6"), 4, pair.target, drafters)
     other = "draft={kind: dflash, markov: 4, from: " + str(place) + "}"
     with pytest.raises(PeftlabError, match="was trained with rank 6, gated; leave it out"):
         run_recipe(recipe(stories, tmp_path / "out", "dspark", other))
@@ -229,10 +231,10 @@ def test_vllm_drafts_with_masks(run: tuple[str, Path], stories: Path, tmp_path: 
     exported = export_draft(place, tmp_path / "out", "vllm", str(stories), gamma=3)
     assert '"num_speculative_tokens": 3, "parallel_drafting": true' in exported.command
     config = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert (config["spd_type"], config["pard_length"], config["vocab_size"]) == ("pard", 3, 512)
+    assert (config["spd_type"], config["pard_length"], config["vocab_size"]) == ("pard", 4, 512)
     assert 0 <= config["pard_token"] < 512
-    with pytest.raises(PeftlabError, match="trained to write 3 tokens"):
-        export_draft(place, tmp_path / "other", "vllm", str(stories), gamma=4)
+    with pytest.raises(PeftlabError, match="trained to write 4 tokens"):
+        export_draft(place, tmp_path / "other", "vllm", str(stories), gamma=5)
     with pytest.raises(PeftlabError, match="no step for each token to plan"):
         plan_draft(str(stories), str(place))
 
@@ -301,6 +303,7 @@ def test_sglang_serves_a_gated_lora_and_nothing_takes_it_for_an_adapter(
         ("pard", ["draft={kind: pard, mask_token: 512}"], "512 is no token; the target has 0 to 511"),
         ("pard", ["draft={kind: pard, from: a, truncate: {layers: [0]}}"], "needs exactly one of from: REF"),
         ("pard", ["policy=confidence:0.5"], "pard writes all at once"),
+        ("pard", ["gamma=5"], "gamma: 5, but a pass writes 4 tokens; write draft.tokens: 5"),
         ("pard", ["merge=false"], "remove merge: false"),
         ("pard", ["method={name: houlsby}"], "the method has no linear fold"),
         ("pard", ["objective.name=topk_kl", "data.top_k=4"], "pard trains without topk_kl"),
