@@ -84,13 +84,15 @@ def combine(
     new = {"cat": summed, "svd": rank or max(ranks)}.get(method, max(ranks))
     for name, items in pairs.items():
         if method == "cat":
-            a, b = _cat(items, new)
+            a, b = _cat(items)
         elif method == "svd":
             a, b = _svd(items, new)
         else:
-            if len(ranks) > 1:
-                raise PeftlabError(f"{method}: the adapters' ranks differ ({sorted(ranks)}); use cat or svd")
+            if len(differ := sorted({a.shape[1] for a, _, _ in items})) > 1:
+                raise PeftlabError(f"{method}: {name}: the adapters' ranks differ ({differ}); use cat or svd")
             a, b = _elementwise(items, method, density, generator)
+        missing = new - a.shape[1]  # of adapters that do not act on this module, or have a lower rank in it
+        a, b = torch.nn.functional.pad(a, (0, 0, 0, missing)), torch.nn.functional.pad(b, (0, missing))
         own = [adapter.tensors[name] for adapter in adapters if name in adapter.tensors]
         dtype = reduce(torch.promote_types, (tensor.dtype for tensor in own))
         factors = _join_experts(a, b, own[0].shape[1:])
@@ -223,12 +225,9 @@ def _join_experts(a: Tensor, b: Tensor, shape: torch.Size) -> tuple[Tensor, Tens
     return a.reshape(experts * r, *shape).contiguous(), b.contiguous()
 
 
-def _cat(items: Items, rank: int) -> tuple[Tensor, Tensor]:
-    """Return A (experts, rank, in) and B (experts, out, rank) with B·A = Σ wᵢ BᵢAᵢ."""
-    a = torch.cat([weight * a for a, _, weight in items], dim=1)
-    b = torch.cat([b for _, b, _ in items], dim=2)
-    missing = rank - a.shape[1]  # of adapters that do not act on this module
-    return torch.nn.functional.pad(a, (0, 0, 0, missing)), torch.nn.functional.pad(b, (0, missing))
+def _cat(items: Items) -> tuple[Tensor, Tensor]:
+    """Return A (experts, Σ rᵢ, in) and B (experts, out, Σ rᵢ) with B·A = Σ wᵢ BᵢAᵢ."""
+    return torch.cat([weight * a for a, _, weight in items], dim=1), torch.cat([b for _, b, _ in items], dim=2)
 
 
 def _svd(items: Items, rank: int) -> tuple[Tensor, Tensor]:

@@ -180,6 +180,19 @@ def test_cat_and_full_rank_svd_are_exact(ranks, weights, experts) -> None:
         torch.testing.assert_close(_delta(a, b, experts), total, rtol=1e-4, atol=1e-4)
 
 
+def test_linear_takes_equal_rank_patterns() -> None:
+    """The module of a lower rank has zeros up to the rank of the result."""
+    config = make_config("lora", r=3, lora_alpha=3, rank_pattern={"v": 2}, alpha_pattern={"v": 2})
+    shapes = {"m.q.lora_A": (3, 5), "m.q.lora_B": (4, 3), "m.v.lora_A": (2, 5), "m.v.lora_B": (4, 2)}
+    one, two = (Adapter(config, {name: torch.randn(shape) for name, shape in shapes.items()}) for _ in range(2))
+    both = combine([one, two], (0.25, 1.0), "linear")
+    assert (both.config.r, both.config.rank_pattern) == (3, {})
+    for module in ("m.q", "m.v"):
+        a, b = (0.5 * one.tensors[f"{module}.lora_{s}"] + two.tensors[f"{module}.lora_{s}"] for s in "AB")
+        found = both.tensors[f"{module}.lora_B"] @ both.tensors[f"{module}.lora_A"]
+        torch.testing.assert_close(found, b @ a)
+
+
 def _delta(a: torch.Tensor, b: torch.Tensor, experts: int) -> torch.Tensor:
     return torch.einsum("eri,ore->eoi", a.view(experts, -1, a.shape[1]), b.view(b.shape[0], -1, experts))
 
