@@ -1,6 +1,7 @@
 """Fill ``docs/benchmarks/compare_peft.md``: LoRA by peft's own training script and by peftlab, in one run.
 
     PEFT_CHECKOUT=DIR python -m tests.benchmarks.compare_peft [--seeds 0 1 2] [--steps N] [--rows ROW ...] [--sides peft peftlab]
+        [--same-batches]
 
 DIR is a checkout of peft. Its ``method_comparison/MetaMathQA/run.py`` runs as it is, in a process of its own, in which this file
 replaces what a CPU without the hub does not have: the accelerator and its counters, the data sets, and the git branch. Settings are
@@ -29,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from peftlab.environment import describe_cpu, peak_memory
+from peftlab.training.order import epoch_batches
 from tests.benchmarks.bench_language import LM
 from tests.benchmarks.figures import PACKAGES
 from tests.benchmarks.measure_systems import ROOT, peftlab, rows_of_part, short_name, with_part
@@ -115,6 +117,23 @@ def write_jsonl(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
+def in_our_batches(
+    rows: list[dict[str, str]], template: str, model: str, batch_size: int, seed: int
+) -> list[dict[str, str]]:
+    """Return rows in the order in which peftlab trains on them, batch by batch.
+
+    Args:
+        rows: of MetaMathQA's columns. template: peft's ``query_template``. model: whose tokenizer counts.
+        batch_size: rows of a batch. seed: of the run.
+    """
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    texts = [template.format(query=row["query"]) + row["response"] for row in rows]
+    lengths = [len(tokenizer(text)["input_ids"]) + 1 for text in texts]  # and the token that ends it
+    return [rows[i] for batch in epoch_batches(lengths, batch_size, seed=seed, epoch=0) for i in batch]
+
+
 def pairs(rows: Sequence[Mapping[str, str]], template: str) -> list[dict[str, str]]:
     """Return rows as prompt and completion, whose texts together are those that peft's script makes.
 
@@ -182,7 +201,15 @@ def run_peftlab(recipe: Path, out: Path) -> None:
     peftlab("report", str(out / "run"), "-o", str(out / "result.json"), "--as", "peft")
 
 
-def run_peft(checkout: Path, rows: Path, settings: Mapping[str, Any], config: Mapping[str, Any], out: Path) -> None:
+def run_peft(
+    checkout: Path,
+    rows: Path,
+    settings: Mapping[str, Any],
+    config: Mapping[str, Any],
+    out: Path,
+    *,
+    same_batches: bool,
+) -> None:
     """Train with peft's script in a process of its own.
 
     Its assertions are off: one of them is that the texts for forgetting have a loss that Llama 3.2 3B has.
@@ -190,6 +217,7 @@ def run_peft(checkout: Path, rows: Path, settings: Mapping[str, Any], config: Ma
     Args:
         checkout: of peft. rows: the directory of the data sets. settings: the training parameters.
         config: the adapter's configuration. out: the directory of what is left.
+        same_batches: each four rows are a batch, in their order.
     """
     shutil.rmtree(out, ignore_errors=True)
     experiment = out / "experiment"
@@ -198,6 +226,7 @@ def run_peft(checkout: Path, rows: Path, settings: Mapping[str, Any], config: Ma
     (experiment / "adapter_config.json").write_text(json.dumps(config))
     own = "tests.benchmarks.compare_peft"
     command = [sys.executable, "-O", "-m", own, "--script", *map(str, (checkout, rows, out))]
+    command += ["--same-batches"] * same_batches
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
     log = out / "script.log"
     print(f"output: {log}", flush=True)
@@ -212,11 +241,12 @@ def run_peft(checkout: Path, rows: Path, settings: Mapping[str, Any], config: Ma
     written.rename(out / "result.json")
 
 
-def run_script(checkout: Path, rows: Path, out: Path) -> None:
+def run_script(checkout: Path, rows: Path, out: Path, *, same_batches: bool) -> None:
     """Run ``main`` of peft's script, in this process, with what a CPU without the hub does not have replaced.
 
     Args:
         checkout: of peft. rows: the directory of the data sets. out: the directory with ``experiment``.
+        same_batches: as for ``run_peft``.
     """
     import torch
     from datasets import Dataset, DatasetDict
@@ -235,6 +265,8 @@ def run_script(checkout: Path, rows: Path, out: Path) -> None:
     utils.device = "cpu"
     data: Any = importlib.import_module("data")
     script: Any = importlib.import_module("run")
+    if same_batches:
+        script.BUCKET_FACTOR = 1  # batches from which the script chooses rows of similar length
 
     processor: Any = torch.cpu
     for counter in ("memory_allocated", "memory_reserved", "max_memory_reserved"):
@@ -421,13 +453,16 @@ def versions(checkout: Path) -> str:
     return ", ".join([*(f"{name} {metadata.version(name)}" for name in PACKAGES), script])
 
 
-def write_rows(place: Path, template: str, options: argparse.Namespace, count: int) -> None:
+def write_rows(
+    place: Path, template: str, options: argparse.Namespace, model: str, batch_size: int, count: int
+) -> None:
     """Write the rows of every seed, as peft's script and as a recipe reads them, and those held out.
 
     Rows are those of the file's beginning, in another order with each seed, as the script does not shuffle them.
 
     Args:
-        place: the directory. template: peft's ``query_template``. options: of the command. count: rows to train on.
+        place: the directory. template: peft's ``query_template``. options: of the command.
+        model: the base. batch_size: rows of a batch. count: rows to train on.
     """
     rows = read_rows(options.lm, options.metamath)
     if len(rows) <= count:
@@ -445,6 +480,8 @@ def write_rows(place: Path, template: str, options: argparse.Namespace, count: i
         for name, of in (("train", train), ("validation", validation), ("test", tests[: options.questions])):
             write_jsonl(given / f"{name}.jsonl", pairs(of, template))
             asked = [{"question": row["query"], "answer": row["response"]} for row in of]
+            if name == "train" and options.same_batches:
+                of = in_our_batches(of, template, model, batch_size, seed)
             write_jsonl(given / "script" / f"{name}.jsonl", of if name == "train" else asked)
         write_jsonl(given / "script" / "texts.jsonl", [{"text": text[:TEXT_LENGTH]} for text in longest])
 
@@ -463,24 +500,25 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--new-tokens", type=int, help="tokens of the longest answer; default: as in the checkout")
     parser.add_argument("--max-length", type=int, help="tokens of the longest row; default: as in the checkout")
     parser.add_argument("--held-out", type=int, default=100, help="GSM8K test rows whose loss is compared")
+    parser.add_argument("--same-batches", action="store_true", help="peft's script trains on peftlab's batches")
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
     parser.add_argument("--page", type=Path, default=PAGE, help="the page to fill")
     parser.add_argument("--script", nargs=3, type=Path, help=argparse.SUPPRESS)  # this process is to run peft's script
     options = parser.parse_args(arguments)
     if options.script:
-        run_script(*options.script)
+        run_script(*options.script, same_batches=options.same_batches)
         return
     if VARIABLE not in os.environ:
         raise SystemExit(f"{VARIABLE}: not set; it names a checkout of peft, with method_comparison in it")
     checkout = Path(os.environ[VARIABLE]).resolve()
     name = Path(options.model).name if options.model else "SmolLM2-135M"
-    place = options.dir.resolve() / f"{name}-{options.steps}-steps"
+    place = options.dir.resolve() / f"{name}-{options.steps}-steps{'-same-batches' * options.same_batches}"
     model = options.model or str(place / "base")
     if not options.model and not (place / "base").exists():
         code = "import sys; from tests.benchmarks.bench_language import make_base; make_base(sys.argv[1])"
         subprocess.run([sys.executable, "-c", code, place / "base"], check=True, cwd=ROOT)  # its memory is no side's
     check_settings(place / "settings.json", options)
-    base = f"{name}, {options.steps} steps"
+    base = f"{name}, {options.steps} steps{', same batches' * options.same_batches}"
     for row in options.rows:
         settings, config = read_settings(checkout, row)
         settings |= {
@@ -493,7 +531,8 @@ def main(arguments: list[str] | None = None) -> None:
             settings["max_seq_length"] = options.max_length
         if options.new_tokens:
             settings["generation_kwargs"] = settings["generation_kwargs"] | {"max_new_tokens": options.new_tokens}
-        write_rows(place, settings["query_template"], options, settings["batch_size"] * options.steps)
+        size = settings["batch_size"]
+        write_rows(place, settings["query_template"], options, model, size, size * options.steps)
         for seed in options.seeds:
             for side in options.sides:
                 out = place / f"{side}-{row}-seed{seed}"
@@ -506,7 +545,8 @@ def main(arguments: list[str] | None = None) -> None:
                 if not (out / "result.json").exists():
                     print(f"\n### {row}, seed {seed}: {side}\n", flush=True)
                     if side == "peft":
-                        run_peft(checkout, rows / "script", settings | {"seed": seed}, config, out)
+                        own = settings | {"seed": seed}
+                        run_peft(checkout, rows / "script", own, config, out, same_batches=options.same_batches)
                     else:
                         run_peftlab(recipe, out)
                 if not (out / "held-out.json").exists():
