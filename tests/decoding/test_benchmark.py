@@ -417,10 +417,10 @@ def heads_dir(stories, tmp_path_factory):
     )
 
 
-@pytest.mark.parametrize(("width", "draft_dtype"), [(1, "fp32"), (3, "fp32"), (2, "bf16")])
-def test_heads_are_drafts_of_the_verbs(stories, heads_dir, prompt_file, tmp_path, width, draft_dtype):
+@pytest.mark.parametrize(("width", "gamma", "draft_dtype"), [(1, 3, "fp32"), (3, 6, "fp32"), (2, 6, "bf16")])
+def test_heads_are_drafts_of_the_verbs(stories, heads_dir, prompt_file, tmp_path, width, gamma, draft_dtype):
     out = tmp_path / "bench.json"
-    options = ["--gamma", 6, "--width", width, "--draft-dtype", draft_dtype, "--max-new-tokens", 12]
+    options = ["--gamma", gamma, "--width", width, "--draft-dtype", draft_dtype, "--max-new-tokens", 12]
     arguments = ["--target", stories, "--draft", heads_dir, *options]
     run = invoke("draft", "bench", *arguments, "--prompts", prompt_file, "--repeats", 1, "--json", out)
     assert run.exit_code == 0, run.output

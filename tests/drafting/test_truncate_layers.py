@@ -43,7 +43,7 @@ def by_hand(model, layers, ids):
 @pytest.mark.parametrize("share", [False, True])
 @torch.inference_mode()
 def test_computes_the_layers_named(model, layers, share, tmp_path):
-    ids = torch.randint(512, (2, 9))
+    ids = torch.randint(3, 512, (2, 9))  # generate would mask padding
     draft = truncate(model, layers, share=share)
     assert isinstance(draft, LlamaForCausalLM) and not draft.training
     assert draft.config.num_hidden_layers == len(layers) and model.config.num_hidden_layers == 5
