@@ -109,8 +109,12 @@ class StepTimes(Protocol):
         """
         ...
 
-    def draft(self, batch: int) -> float:
-        """Return the seconds of a draft step over one token of each of ``batch`` sequences."""
+    def draft(self, batch: int, tokens: int) -> float:
+        """Return the seconds of drafting.
+
+        Args:
+            batch: sequences. tokens: drafted for each, 1 or more.
+        """
         ...
 
 
@@ -273,7 +277,6 @@ class Drafter(Protocol):
     Attributes:
         name: for reports.
         provides: the properties that policies of ``decoding.table.POLICIES`` may need of a drafter.
-        draft_model: what drafts its chains, a step for each token; None where no model does.
         concurrent: whether it drafts while the target verifies. Its time is then no part of a step's, and tokens that
             the target has not read are verified exactly or not at all.
         has_logits: whether it proposes chains with the logits of each token's distribution (``Proposal.logits``).
@@ -289,10 +292,6 @@ class Drafter(Protocol):
     @property
     def provides(self) -> frozenset[str]:
         return frozenset()
-
-    @property
-    def draft_model(self) -> Engine | None:
-        return None
 
     @property
     def concurrent(self) -> bool:
@@ -715,10 +714,6 @@ class DrafterWrapper(Drafter):
     @property
     def provides(self) -> frozenset[str]:
         return self.drafter.provides
-
-    @property
-    def draft_model(self) -> Engine | None:
-        return self.drafter.draft_model
 
     @property
     def concurrent(self) -> bool:

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import zip_longest
+from itertools import pairwise, product, zip_longest
 from types import TracebackType
 from typing import TypeVar, cast
 
@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from peftlab.decoding.cache import Block, Engine, EngineWrapper, KVCache, Output, empty_cache
-from peftlab.decoding.decode import Drafter, Generation, Row, Verified
+from peftlab.decoding.decode import Drafter, Fixed, Generation, Row, StoppingCriteria, Verified, decode
 from peftlab.decoding.parallel_drafters import PearlDrafter
 from peftlab.decoding.sampling import LossyRule, Sampling, one_hot
 from peftlab.decoding.theory import acceptance_rate
@@ -248,11 +248,11 @@ class MeasuredStepTimes:
 
     Attributes:
         targets: batch size -> seconds of a target step over 1, 2, ... tokens of each sequence; the sizes rise.
-        drafts: batch size -> seconds of a draft step over one token of each; empty for a drafter without a model.
+        drafts: batch size -> tokens drafted for each sequence -> seconds of drafting.
     """
 
     targets: Mapping[int, Sequence[float]]
-    drafts: Mapping[int, float]
+    drafts: Mapping[int, Mapping[int, float]]
 
     def target(self, batch: int, tokens: int) -> float:
         """Return the seconds of a target step.
@@ -262,35 +262,64 @@ class MeasuredStepTimes:
         """
         return _interpolate({size: times[tokens - 1] for size, times in self.targets.items()}, batch)
 
-    def draft(self, batch: int) -> float:
-        """Return the seconds of a draft step."""
-        return _interpolate(self.drafts, batch) if self.drafts else 0.0
+    def draft(self, batch: int, tokens: int) -> float:
+        """Return the seconds of drafting.
+
+        Args:
+            batch: sequences. tokens: drafted for each.
+        """
+        return _interpolate({size: _interpolate(times, tokens) for size, times in self.drafts.items()}, batch)
 
 
-def measure_times(
-    target: Engine, draft: Engine | None, largest: int, longest: int, *, context: int = 128, repeats: int = 3
-) -> MeasuredStepTimes:
-    """Measure the step times by which a draft length is chosen: medians of a few repeats.
+def target_times(
+    target: Engine, largest: int, longest: int, *, context: int = 128, repeats: int = 3
+) -> dict[int, list[float]]:
+    """Return the seconds of target steps as ``MeasuredStepTimes.targets``: medians of a few repeats.
 
     Args:
-        target: its engine. draft: engine of the draft; None for a drafter without a model.
-        largest: batch size; 1, 2, 4, ... up to it are measured. longest: drafted tokens at most.
-        context: tokens of each sequence in the cache, fewer where the models have less room. repeats: of each step.
+        target: its engine. largest: batch size; 1, 2, 4, ... up to it are measured.
+        longest: drafted tokens at most.
+        context: tokens of each sequence in the cache, fewer where the model has less room. repeats: of each step.
 
     Raises:
-        PeftlabError: a model has no room for as many tokens.
+        PeftlabError: the model has no room for as many tokens.
     """
     sizes = [*(1 << i for i in range((largest - 1).bit_length())), largest]
-    engines = {"target": (target, longest + 1)} | ({"draft": (draft, 1)} if draft is not None else {})
-    rooms = [engine.limit - most for engine, most in engines.values() if engine.limit is not None]
-    context = max(1, min(context, *rooms)) if rooms else context
-    targets, drafts = dict[int, list[float]](), dict[int, float]()
-    for size in sizes:
-        found = step_seconds(engines, batch=size, context=context, repeats=repeats)
-        targets[size] = [statistics.median(found["target", k]) for k in range(1, longest + 2)]
-        if draft is not None:
-            drafts[size] = statistics.median(found["draft", 1])
-    return MeasuredStepTimes(targets, drafts)
+    if target.limit is not None:
+        context = max(1, min(context, target.limit - longest - 1))
+    engines = {"target": (target, longest + 1)}
+    found = {size: step_seconds(engines, batch=size, context=context, repeats=repeats) for size in sizes}
+    return {size: [statistics.median(of["target", k]) for k in range(1, longest + 2)] for size, of in found.items()}
+
+
+def drafting_times(
+    target: Engine, make: Callable[[], Drafter], sizes: Iterable[int], longest: int, *, repeats: int = 3
+) -> dict[int, dict[int, float]]:
+    """Return the seconds of drafting as ``MeasuredStepTimes.drafts``: medians of steps in which random text is decoded.
+
+    A step of one token and one of the most are measured; between them the time is taken to lie on a line.
+
+    Args:
+        target: its engine. make: makes the drafter. sizes: of batches. longest: drafted tokens at most.
+        repeats: steps of each kind, fewer where the target has less room. One more of each reads the prompt.
+    """
+    generator = torch.Generator().manual_seed(0)
+    found: dict[int, dict[int, float]] = {size: {} for size in sizes}
+    for size, tokens in product(found, sorted({1, longest})):
+        clock, ends = Clock(target.device), [0.0]
+        drafter = timed_drafter(make, clock)
+
+        def note(row: int, _: list[int], clock: Clock = clock, ends: list[float] = ends) -> None:
+            if row == 0:
+                ends.append(clock.seconds)
+
+        prompts = torch.randint(target.vocab_size, (size, 8), generator=generator).tolist()
+        # As many steps even where all is accepted; at the end of an output less is drafted.
+        stopping = StoppingCriteria((repeats + 2) * (tokens + 1))
+        decode(target, prompts, stopping, drafter, policy=partial(Fixed, tokens), on_tokens=note)
+        steps = [after - before for before, after in pairwise(ends)]
+        found[size][tokens] = statistics.median(steps[1 : repeats + 1] or steps)
+    return found
 
 
 def _interpolate(values: Mapping[int, float], size: int) -> float:

@@ -24,7 +24,7 @@ from peftlab.decoding.cache import (
 from peftlab.decoding.decode import Drafter, Proposal, Row, TargetState, Verified, draft_chain
 from peftlab.decoding.engines import build_engine
 from peftlab.decoding.sampling import Sampling
-from peftlab.decoding.table import DRAWN, HEAD, TIMES, Window
+from peftlab.decoding.table import CHAIN, DRAWN, HEAD, Window
 from peftlab.errors import PeftlabError
 from peftlab.files import read_object, record_file, typed_value, write_json
 
@@ -80,17 +80,13 @@ class ModelDrafter(Drafter):
     shares_cache: bool = False
     least: float = 0.0
     window: Window | None = None
-    provides = frozenset({DRAWN, HEAD, TIMES})
+    provides = frozenset({DRAWN, HEAD, CHAIN})
     has_logits = True
     _cache: KVCache = field(init=False, repr=False)
     _sampling: Sampling = field(init=False, repr=False)
     # Of each row: how many of its tokens are in the cache, and the drafted ones in the slots after them.
     _read: dict[int, int] = field(init=False, repr=False, default_factory=dict)
     _ahead: dict[int, list[int]] = field(init=False, repr=False, default_factory=dict)
-
-    @property
-    def draft_model(self) -> Engine | None:
-        return self.engine
 
     def start(self, rows: list[Row], state: TargetState) -> None:
         check_vocabulary(self.engine, state)

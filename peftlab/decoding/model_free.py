@@ -18,7 +18,7 @@ from torch import Tensor
 from peftlab.decoding.cache import Output, right_padded
 from peftlab.decoding.decode import Drafter, DrafterWrapper, Proposal, Row, TargetState, Verified, draft_chain
 from peftlab.decoding.sampling import Sampling, one_hot
-from peftlab.decoding.table import DRAWN, TIMES
+from peftlab.decoding.table import CHAIN, DRAWN
 from peftlab.decoding.theory import best_tree, parents_of
 
 
@@ -39,7 +39,7 @@ class PromptLookup(Drafter):
     longest: int = 3
     shortest: int = 1
     name: str = "lookup"
-    provides = frozenset({TIMES})
+    provides = frozenset({CHAIN})
     _after: dict[int, dict[tuple[int, ...], int]] = field(init=False, repr=False, default_factory=dict)
     _indexed: dict[int, int] = field(init=False, repr=False, default_factory=dict)
 
@@ -139,7 +139,7 @@ class SuffixLookup(Drafter):
     shortest: int = 1
     margin: int = 5
     name: str = "suffix"
-    provides = frozenset({TIMES})
+    provides = frozenset({CHAIN})
     _texts: dict[int, SuffixAutomaton] = field(init=False, repr=False, default_factory=dict)
     _places: dict[int, tuple[int, int]] = field(init=False, repr=False, default_factory=dict)
 
@@ -351,7 +351,7 @@ class NGramDrafter(Drafter):
     order: int = 3
     corpus: SuffixAutomaton | None = None
     name: str = "ngram"
-    provides = frozenset({DRAWN, TIMES})
+    provides = frozenset({DRAWN, CHAIN})
     has_logits = True
     _counts: Counts = field(init=False, repr=False)
     _counted: dict[int, int] = field(init=False, repr=False, default_factory=dict)

@@ -20,6 +20,7 @@ from peftlab.decoding.model_drafter import ModelDrafter, check_vocabulary, conte
 from peftlab.decoding.recurrent import StateCache
 from peftlab.decoding.sampling import Sampling
 from peftlab.decoding.state_drafters import output_at, place_trees
+from peftlab.decoding.table import CHAIN
 from peftlab.errors import PeftlabError
 from peftlab.methods.lora.layers import Gate
 
@@ -72,6 +73,10 @@ class ParallelDrafter(Drafter):
     _cache: KVCache = field(init=False, repr=False)
     _sampling: Sampling = field(init=False, repr=False)
     _read: dict[int, int] = field(init=False, repr=False, default_factory=dict)  # of each row: tokens in the cache
+
+    @property
+    def provides(self) -> frozenset[str]:
+        return frozenset({CHAIN} if self.width == 1 else ())
 
     @property
     def has_logits(self) -> bool:
@@ -185,6 +190,7 @@ class OnePassDrafter(ParallelDrafter):
 
     gate: Gate
     name: str = "one_pass"
+    provides = frozenset[str]()  # a longer draft also lengthens the verification pass, by its masks
     shares_cache: bool = field(default=True, init=False)
     _node_masks: Output | None = field(init=False, repr=False, default=None)  # of each node's masks: [b, N+1, k, ...]
     _row_masks: dict[int, Output] = field(init=False, repr=False, default_factory=dict)  # of each row's: [k, ...]

@@ -300,7 +300,7 @@ def _best_length(gain: Callable[[float, int], float], alpha: float, gammas: Iter
 
 
 def _gain(target: Sequence[float], draft: float, alpha: float, gamma: int) -> float:
-    return goodput(alpha, gamma, 1, lambda _, tokens: target[tokens - 1], lambda _: draft) * target[0]
+    return goodput(alpha, gamma, 1, lambda _, tokens: target[tokens - 1], lambda _, tokens: tokens * draft) * target[0]
 
 
 def _pearl_gain(target: Sequence[float], draft: float, alpha: float, gamma: int) -> float:

@@ -29,7 +29,7 @@ from peftlab.decoding.decode import (
     draft_chain,
 )
 from peftlab.decoding.sampling import Sampling
-from peftlab.decoding.table import DRAWN, HEAD, Window
+from peftlab.decoding.table import CHAIN, DRAWN, HEAD, Window
 from peftlab.decoding.theory import (
     FEATURE_TREE,
     Path,
@@ -142,6 +142,10 @@ class HeadsDrafter(Drafter):
     width: int | None = None
     name: str = "heads"
     _hidden: dict[int, Tensor] = field(init=False, repr=False, default_factory=dict)
+
+    @property
+    def provides(self) -> frozenset[str]:
+        return frozenset({CHAIN} if self.width == 1 else ())
 
     @property
     def reads_hidden(self) -> bool:
@@ -413,7 +417,7 @@ class FeatureDrafter(StateDrafter[FeatureNetwork]):
 
     @property
     def provides(self) -> frozenset[str]:
-        return frozenset({DRAWN} if self.width == 1 else ())
+        return frozenset({DRAWN, CHAIN} if self.width == 1 else ())
 
     @property
     def has_logits(self) -> bool:
@@ -529,7 +533,7 @@ class BlockDrafter(StateDrafter[BlockNetwork]):
     def provides(self) -> frozenset[str]:
         if self.width > 1:
             return frozenset()
-        return frozenset({DRAWN, HEAD} if self.network.acceptance is not None else {DRAWN})
+        return frozenset({DRAWN, CHAIN, *([HEAD] if self.network.acceptance is not None else [])})
 
     @property
     def has_logits(self) -> bool:

@@ -130,7 +130,7 @@ _ABOVE_0 = _number(float, lambda x: 0 < x < math.inf)
 _ABOVE_1 = _number(float, lambda x: 1 < x < math.inf)
 
 _POLICY = "peftlab.decoding.policies"
-DRAWN, HEAD, TIMES = "probabilities", "acceptance head", "step times"
+DRAWN, HEAD, CHAIN = "probabilities", "acceptance head", "chain"
 
 POLICIES: dict[str, Rule] = {
     "fixed": Rule(
@@ -151,12 +151,12 @@ POLICIES: dict[str, Rule] = {
         Argument("H", "a probability from 0 to 1", _FROM_0_TO_1, 0.7),
         HEAD,
     ),
-    "goodput": Rule(f"{_POLICY}:goodput", "the most tokens per second by measured step times", needs=TIMES),
+    "goodput": Rule(f"{_POLICY}:goodput", "the most tokens per second by measured step times", needs=CHAIN),
 }
 """Name -> rule of draft length. ``make`` is (``decode.PolicyInputs``, X) -> a factory of policies.
 
 ``needs``: tokens drawn one after the other from a draft's probabilities; a trained head that reads the states of such a
-draft; or the times of a step of target and draft.
+draft; or a chain, of any kind of draft, whose length measured times decide.
 """
 
 

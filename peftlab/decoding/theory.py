@@ -129,9 +129,9 @@ def goodput(
     gamma: int,
     batch: int,
     target_time: Callable[[int, int], float],
-    draft_time: Callable[[int], float],
+    draft_time: Callable[[int, int], float],
 ) -> float:
-    """Return tokens per second of a batch: B·τ / (target_time(B, γ+1) + γ·draft_time(B)).
+    """Return tokens per second of a batch: B·τ / (target_time(B, γ+1) + draft_time(B, γ)).
 
     SmartSpec (Liu et al. 2024, arXiv 2406.14066). A target step over few tokens is bound by memory and costs
     the same for 1 as for 8; as the batch grows, verification becomes bound by arithmetic and drafting stops
@@ -142,10 +142,10 @@ def goodput(
         gamma: drafted tokens per step; 0 is plain decoding.
         batch: sequences B.
         target_time: (B, tokens of each sequence in one target forward) -> seconds.
-        draft_time: B -> seconds of a draft forward over one token of each.
+        draft_time: (B, γ of 1 or more) -> seconds of drafting.
     """
     _check(alpha, gamma)
-    step = target_time(batch, gamma + 1) + (gamma * draft_time(batch) if gamma else 0.0)
+    step = target_time(batch, gamma + 1) + (draft_time(batch, gamma) if gamma else 0.0)
     return batch * block_efficiency(alpha, gamma) / step
 
 
@@ -153,7 +153,7 @@ def best_goodput_gamma(
     alpha: float,
     batch: int,
     target_time: Callable[[int, int], float],
-    draft_time: Callable[[int], float],
+    draft_time: Callable[[int, int], float],
     max_gamma: int,
 ) -> int:
     """Return the γ in 0..max_gamma of the largest goodput; the smallest wins a tie.

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
-from peftlab.decoding.table import TIMES, NamedRule, Window
+from peftlab.decoding.table import CHAIN, NamedRule, Window
 from peftlab.decoding.theory import FEATURE_TREE, REDUCED, DraftCost, TargetWeights
 from peftlab.methods.config import METHODS, MethodConfig
 from peftlab.models.config import MergeConfig, PlainDtype
@@ -406,7 +406,7 @@ class PardDraft(ModelDraft):
             yield "objective", "pard trains without topk_kl and selective"
         if recipe.acceptance_head:
             yield "acceptance_head", "reads the states of a model that drafts token by token; pard does not"
-        if recipe.policy.row.needs:
+        if recipe.policy.row.needs not in ("", CHAIN):
             yield "policy", f"{recipe.policy.text}: needs a draft that draws token by token; pard writes all at once"
         if recipe.draft_window is not None:
             yield "draft_window", "limits a draft that draws token by token; pard writes all at once"
@@ -603,7 +603,7 @@ class GatedLoraDraft(DraftConfig):
             yield "objective", "gated_lora trains without topk_kl, selective and on_policy"
         if recipe.acceptance_head:
             yield "acceptance_head", "reads the states of a model that drafts token by token; gated_lora does not"
-        if recipe.policy.row.needs:
+        if recipe.policy.row.needs not in ("", CHAIN):
             yield "policy", f"{recipe.policy.text}: needs a draft that draws token by token; masks predict all at once"
         if recipe.draft_window is not None:
             yield "draft_window", "limits the cache of a draft; gated_lora drafts in the target's"
@@ -660,9 +660,6 @@ class StateConfig(DraftConfig):
 
     def problems(self, recipe: RecipeKeys) -> Iterator[tuple[str, str]]:
         yield from self.needs_pair(recipe, f"{self.kind} trains", f"{self.kind} is not a model of its own")
-        if recipe.policy.row.needs == TIMES:
-            reason = f"needs the time of a draft step; {self.kind} is not a model of its own"
-            yield "policy", f"{recipe.policy.text}: {reason}"
         if recipe.method is not None and self.from_ is None:
             what = f"a new {self.kind} layer trains whole"
             yield "method", f"{what}; write method: null, or tune a trained layer: draft.from"

@@ -31,16 +31,17 @@ from peftlab.decoding.measurements import (
     EngineResult,
     MeasuredStepTimes,
     Stopwatch,
-    measure_times,
+    drafting_times,
+    target_times,
     timed_calls,
 )
 from peftlab.decoding.sampled_trees import GrowthFactory
 from peftlab.decoding.sampling import TRAVERSAL, LossyRule, Sampling, Verifier
 from peftlab.decoding.table import (
+    CHAIN,
     DRAWN,
     HEAD,
     MODEL_FREE,
-    TIMES,
     NamedRule,
     lossy,
     model_free,
@@ -245,7 +246,7 @@ def draft_lengths(
 ) -> Lengths:
     """Return the chosen policy for the drafters that can follow it, and a fixed γ for the others.
 
-    ``goodput`` measures a few steps of the target and of the draft.
+    ``goodput`` measures a few steps of the target and of each drafter.
 
     Args:
         gamma: tokens per step, at most or at first.
@@ -261,22 +262,20 @@ def draft_lengths(
     first = next(iter(made))
     if first in refused:
         raise PeftlabError(f"policy {chosen.text}: {refused[first]}")
-    times: MeasuredStepTimes | None = None
-    if chosen.row.needs == TIMES:
-        draft = next((drafter.draft_model for drafter in made.values() if drafter.draft_model is not None), None)
-        times = measure_times(target, draft, batch, gamma)
+    targets = target_times(target, batch, gamma) if chosen.row.needs == CHAIN else {}
     policies: dict[str, PolicyFactory] = {}
     for name, drafter in made.items():
         if name in refused:
             policies[name] = fixed(PolicyInputs(gamma), None)
             continue
-        # Copies cost no draft step: for a drafter without a model only the target's times count.
-        own = times if times is None or drafter.draft_model is not None else replace(times, drafts={})
+        times: MeasuredStepTimes | None = None
+        if targets:
+            times = MeasuredStepTimes(targets, drafting_times(target, drafters[name], targets, gamma))
         estimate = drafter.acceptance if chosen.row.needs == HEAD else None
         if chosen.row.needs == HEAD and estimate is None and head is not None:
             estimate = head()
-        policies[name] = resolve(chosen.row.make)(PolicyInputs(gamma, estimate, own), chosen.value)
-    most = policies[first]().budget(batch)
+        policies[name] = resolve(chosen.row.make)(PolicyInputs(gamma, estimate, times), chosen.value)
+    most = gamma if targets else policies[first]().budget(batch)
     if (longest := made[first].chain_limit) is not None and most > longest:
         raise PeftlabError(f"gamma {most}: the draft was trained to draft {longest} tokens in a pass; give {longest}")
     notes = (f"policy {chosen.text}: {', '.join(refused)} draft {gamma} tokens instead",) if refused else ()
@@ -304,7 +303,7 @@ def acceptance_head(draft: str | None, device: torch.device) -> Callable[[Tensor
 _REFUSALS = {
     DRAWN: "stops a chain that is drawn token by token, and {} draws none",
     HEAD: "reads the states of a draft model that drafts a chain, and {} is none",
-    TIMES: "needs a chain from a draft model or from copies, and {} is neither",
+    CHAIN: "chooses the length of a chain, and {} drafts none",
 }
 
 

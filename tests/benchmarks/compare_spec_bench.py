@@ -1,10 +1,11 @@
 """Fill ``docs/benchmarks/spec_bench.md``: drafts on the categories of Spec-Bench, beside plain decoding and ``suffix``.
 
-    python -m tests.benchmarks.compare_spec_bench [--only DRAFT ...] [--categories CATEGORY ...] [--write-only]
+    python -m tests.benchmarks.compare_spec_bench [--only DRAFT ...] [--categories CATEGORY ...] [--engines [ENGINE ...]] [--write-only]
 
 The drafts are those below ``--dir``, trained by the commands that the page lists; a draft that is not there keeps the figures that
 the page has. A category that a draft has finished is not decoded again, so that a command that was stopped is continued
-by itself. Run alone on the machine; needs ``spec_bench_question.jsonl``, in ../shared/data/lm or where ``--lm`` says.
+by itself. ``--engines`` decodes in the engines that serve the drafts instead, which ``make test-engines`` installs and
+``PEFTLAB_ENGINES`` names. Run alone on the machine; needs ``spec_bench_question.jsonl``, in ../shared/data/lm or where ``--lm`` says.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from peftlab.environment import Cpu
@@ -32,20 +34,24 @@ class Draft:
     """A draft of the page.
 
     Attributes:
-        run: its run directory, below ``--dir``. options: of ``draft bench``.
+        run: its run directory, below ``--dir``. engines: that serve it on a CPU. options: of ``draft bench``.
     """
 
     run: str
+    engines: tuple[str, ...]
     options: tuple[str, ...] = ("--gamma", "4", "--policy", "confidence:0.3")
 
 
 _BLOCK = ("--gamma", "7", "--policy", "confidence:0.3")
 DRAFTS = {
-    "general, EAGLE-3.1": Draft("general/cells/eagle31-seed0"),
-    "general, block": Draft("general/cells/markov-seed0", _BLOCK),
-    "GSM8K, EAGLE-3.1": Draft("gsm8k/cells/320k-seed0"),
-    "SQL requests, block": Draft("sql", _BLOCK),
+    "general, EAGLE-3.1": Draft("general/cells/eagle31-seed0", ("vllm",)),
+    "general, block": Draft("general/cells/markov-seed0", ("llama.cpp",), _BLOCK),
+    "GSM8K, EAGLE-3.1": Draft("gsm8k/cells/320k-seed0", ("vllm",)),
+    "SQL requests, block": Draft("sql", ("llama.cpp", "vllm"), _BLOCK),
 }
+ENGINES = ("llama.cpp", "vllm")
+# An engine drafts as many tokens in each step; ten prompts of each kind.
+IN_ENGINE = ("--gamma", "2", "--max-prompts", "130")
 SUFFIX = "suffix"
 
 
@@ -114,7 +120,7 @@ class Figures:
 
 
 Measured = Mapping[str, Mapping[str, dict[str, Any]]]
-"""Draft -> category -> what ``draft bench`` wrote."""
+"""Draft -> category, or engine -> what ``draft bench`` wrote."""
 
 
 def questions(lm: Path) -> dict[str, list[str]]:
@@ -125,12 +131,20 @@ def questions(lm: Path) -> dict[str, list[str]]:
     return found
 
 
-def filled(page: str, measured: Measured) -> str:
+def filled(page: str, measured: Measured, served: Measured = MappingProxyType({})) -> str:
     """Return the page with what was measured in place of what it had.
 
     Args:
-        page: its text. measured: of some drafts, some categories.
+        page: its text. measured: of some drafts, some categories. served: of some drafts, some engines.
     """
+    rows = {tuple(row[:2]): row[2:] for row in rows_of_part(page, "engines")}
+    rows |= {(name, engine): _in_engine(of[engine]) for name, of in served.items() for engine in of}
+    order = [(name, engine) for name, draft in DRAFTS.items() for engine in draft.engines]
+    lines = [
+        "| draft | in | prompts | τ | speed | accepted | τ in peftlab | speed in peftlab | outputs unlike peftlab's, at near ties | measured |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]  # fmt: skip
+    page = with_part(page, "engines", [*lines, *(_line(*key, *rows[key]) for key in order if key in rows)])
     for name in DRAFTS:
         kept = {row[0]: row[1:] for row in rows_of_part(page, name)}
         found = {category: _pair(result) for category, result in measured.get(name, {}).items()}
@@ -161,6 +175,27 @@ def _row(figures: Sequence[Figures]) -> list[str]:
     return [str(draft.prompts), *draft.words(), *behind.words(), suffix.words()[1]]
 
 
+def _in_engine(result: Mapping[str, Any]) -> list[str]:
+    """Return the cells of a draft in an engine: there, then in peftlab on the same prompts."""
+    there, here = result["engine"], result["drafters"][result["drafter"]]
+    low, high = there["accepted_share_interval"]
+    unlike = there["divergences"]
+    near = sum(one["near_tie"] for one in unlike)
+    return [
+        str(len(result["prompts"])),
+        *_tau_and_speed(there),
+        f"{there['accepted_share']:.2f} ({low:.2f} to {high:.2f})",
+        *_tau_and_speed(here),
+        f"{len(unlike)}, {near}",
+        f"{there['version']}, {short_name(Cpu(**result['cpu']))}, {result['threads']} threads, {result['measured']}",
+    ]
+
+
+def _tau_and_speed(of: Mapping[str, Any]) -> list[str]:
+    low, high = of["speedup_interval"]
+    return [f"{of['tau']:.2f}", f"{of['speedup']:.2f} ({low:.2f} to {high:.2f})"]
+
+
 def _where(results: Mapping[str, dict[str, Any]]) -> list[str]:
     last = [*results.values()][-1]
     cpu = Cpu(**last["cpu"])
@@ -174,30 +209,30 @@ def _line(*texts: str) -> str:
     return f"| {' | '.join(texts)} |"
 
 
-def read_results(directory: Path, categories: Sequence[str]) -> dict[str, dict[str, dict[str, Any]]]:
+def read_results(directory: Path, parts: Sequence[str]) -> dict[str, dict[str, dict[str, Any]]]:
     """Return what has been measured.
 
     Args:
-        directory: of the results. categories: in the order of the page.
+        directory: of the results. parts: categories in the order of the page, or engines.
     """
     found: dict[str, dict[str, dict[str, Any]]] = {}
     for name, draft in DRAFTS.items():
-        files = {category: directory / result_name(draft, category) for category in categories}
-        found[name] = {category: json.loads(file.read_text()) for category, file in files.items() if file.exists()}
+        files = {part: directory / result_name(draft, part) for part in parts}
+        found[name] = {part: json.loads(file.read_text()) for part, file in files.items() if file.exists()}
     return found
 
 
-def result_name(draft: Draft, category: str) -> str:
-    """Return the name of the file of a draft's results on a category.
+def result_name(draft: Draft, part: str) -> str:
+    """Return the name of the file of a draft's results.
 
     Args:
-        draft: one of ``DRAFTS``. category: of Spec-Bench.
+        draft: one of ``DRAFTS``. part: a category of Spec-Bench, or an engine.
     """
-    return f"{draft.run.replace('/', '-')}-{category}.json"
+    return f"{draft.run.replace('/', '-')}-{part}.json"
 
 
 def missing(options: argparse.Namespace, results: Path, categories: Sequence[str]) -> Iterator[tuple[Draft, str]]:
-    """Yield what is to be decoded: drafts that are trained, with the categories that they have not finished.
+    """Yield what is to be decoded: drafts that are trained, with the categories or engines that they have not finished.
 
     Args:
         options: of the command line. results: directory of the results. categories: of Spec-Bench.
@@ -208,18 +243,23 @@ def missing(options: argparse.Namespace, results: Path, categories: Sequence[str
         if not (options.dir / draft.run / "results.json").exists():
             print(f"{name}: no results.json in {options.dir / draft.run}; the page has the command that trains it")
             continue
-        for category in options.categories or categories:
-            if not (results / result_name(draft, category)).exists():
-                yield draft, category
+        wanted = options.categories or categories
+        if options.engines is not None:
+            wanted = [engine for engine in draft.engines if engine in (options.engines or ENGINES)]
+        for part in wanted:
+            if not (results / result_name(draft, part)).exists():
+                yield draft, part
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Decode what is missing, and write the page after each category."""
+    """Decode what is missing, and write the page after each category or engine."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--dir", type=Path, default=ROOT / "runs" / "spec-bench", help="directory of the drafts")
     parser.add_argument("--lm", type=Path, default=LM, help="directory of spec_bench_question.jsonl")
     parser.add_argument("--only", nargs="+", choices=list(DRAFTS), help="drafts")
-    parser.add_argument("--categories", nargs="+", help="of Spec-Bench; default: all")
+    decoded = parser.add_mutually_exclusive_group()
+    decoded.add_argument("--categories", nargs="+", help="of Spec-Bench; default: all")
+    decoded.add_argument("--engines", nargs="*", choices=ENGINES, help="decode in these, or all, not in peftlab alone")
     parser.add_argument("--page", type=Path, default=PAGE, help="the page to fill")
     parser.add_argument("--write-only", action="store_true", help="measure nothing, and write what has been measured")
     options = parser.parse_args(arguments)
@@ -228,15 +268,19 @@ def main(arguments: list[str] | None = None) -> None:
         raise SystemExit(f"--categories: {', '.join(sorted(unknown))} not among {', '.join(every)}")
     results = options.dir / "results"
     results.mkdir(parents=True, exist_ok=True)
-    for draft, category in [] if options.write_only else [*missing(options, results, [*every])]:
-        prompts, written = results / f"{category}.jsonl", results / "newest.json"
-        prompts.write_text("\n".join(every[category]) + "\n", encoding="utf-8")
-        given = ("--target", TARGET, "--draft", str(options.dir / draft.run), "--drafter", SUFFIX)
-        peftlab("draft", "bench", *given, *draft.options, *SETTINGS, "--prompts", str(prompts), "--json", str(written))
+    found = read_results(results, [*every]), read_results(results, ENGINES)
+    for draft, part in [] if options.write_only else [*missing(options, results, [*every])]:
+        prompts, written = results / f"{part}.jsonl", results / "newest.json"
+        lines = every[part] if part in every else [line for category in every.values() for line in category]
+        prompts.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        how = (*draft.options, "--drafter", SUFFIX) if part in every else (*IN_ENGINE, "--engine", part)
+        given = ("--target", TARGET, "--draft", str(options.dir / draft.run), *how, *SETTINGS)
+        peftlab("draft", "bench", *given, "--prompts", str(prompts), "--json", str(written))
         result = json.loads(written.read_text()) | {"measured": str(date.today())}
-        (results / result_name(draft, category)).write_text(json.dumps(result))
-        options.page.write_text(filled(options.page.read_text(), read_results(results, [*every])))
-    options.page.write_text(filled(options.page.read_text(), read_results(results, [*every])))
+        (results / result_name(draft, part)).write_text(json.dumps(result))
+        found = read_results(results, [*every]), read_results(results, ENGINES)
+        options.page.write_text(filled(options.page.read_text(), *found))
+    options.page.write_text(filled(options.page.read_text(), *found))
 
 
 if __name__ == "__main__":

@@ -234,7 +234,12 @@ def test_every_kernel(stories_model, engines, uneven_prompts, expected, name, wa
         partial(Confidence, 8, 0.5),
         partial(Heuristic, 3),
         partial(AcceptanceHead, 6, head=lambda hidden: torch.sigmoid(hidden.mean())),
-        goodput(PolicyInputs(6, times=MeasuredStepTimes({1: [1.0] * 7, 8: [2.0] * 7}, {1: 0.25, 8: 0.5})), None),
+        goodput(
+            PolicyInputs(
+                6, times=MeasuredStepTimes({1: [1.0] * 7, 8: [2.0] * 7}, {1: {1: 0.25, 6: 1.5}, 8: {1: 0.5, 6: 3.0}})
+            ),
+            None,
+        ),
     ],
     ids=["confidence", "heuristic", "head", "goodput"],
 )

@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 import json
+import time
+from functools import partial
 
 import pytest
 import torch
 
-from peftlab.decoding.decode import Drafter, Fixed
+from peftlab.decoding.decode import Drafter, Fixed, Proposal
 from peftlab.decoding.engines import build_engine
-from peftlab.decoding.measurements import MeasuredStepTimes, measure_times
+from peftlab.decoding.measurements import MeasuredStepTimes, drafting_times, target_times
 from peftlab.decoding.model_drafter import ModelDrafter
 from peftlab.decoding.model_free import PromptLookup, TokenRecycling, with_copies
 from peftlab.decoding.policies import Confidence, Goodput
 from peftlab.decoding.state_drafters import FeatureDrafter
-from peftlab.decoding.table import DRAWN, POLICIES, policy
+from peftlab.decoding.table import CHAIN, DRAWN, POLICIES, policy
 from peftlab.drafting.acceptance import AcceptancePredictor, save_acceptance_head
+from peftlab.drafting.state_network import default_features
 from peftlab.drafting.target import truncate
 from peftlab.errors import PeftlabError
 from peftlab.pipelines.benchmark import HEAD_FILE, draft_lengths
 from tests.command_line import invoke
+from tests.eagle_models import trained_eagle
 
-FLAT = MeasuredStepTimes({1: [1.0] * 9, 16: [4.0 * n for n in range(1, 10)]}, {1: 0.1, 16: 0.4})
+FLAT = MeasuredStepTimes(
+    {1: [1.0] * 9, 16: [4.0 * n for n in range(1, 10)]}, {1: {1: 0.1, 8: 0.8}, 16: {1: 0.4, 8: 3.2}}
+)
 
 
 @pytest.mark.parametrize(
@@ -69,23 +75,50 @@ def test_goodput_drafts_less_where_less_is_accepted_and_where_the_batch_is_large
 
 
 def test_goodput_never_drafts_where_a_perfect_draft_loses():
-    dear = Goodput(MeasuredStepTimes({1: [1.0, 2.0, 3.0]}, {1: 0.5}), 2)
+    dear = Goodput(MeasuredStepTimes({1: [1.0, 2.0, 3.0]}, {1: {1: 0.5, 2: 1.0}}), 2)
     assert dear.alpha == 1.0 and dear.budget(1) == 0
+
+
+def test_goodput_drafts_a_whole_block_or_nothing_where_one_pass_writes_it():
+    block = MeasuredStepTimes({1: [1.0] * 9}, {1: {1: 0.5, 8: 0.5}})
+    assert Goodput(block, 8).budget(1) == 8
+    seldom = Goodput(block, 8)
+    for accepted in (1, 0, 1, 0, 1, 0, 0) * 60:  # 3 of the 10 that were tried
+        seldom.update(8, accepted)
+    assert seldom.alpha == pytest.approx(0.3, abs=0.05)
+    assert seldom.budget(1) == 0, "1 + .3 + .09 + ... < 1.5"
 
 
 def test_times_between_two_batch_sizes():
     assert FLAT.target(1, 9) == FLAT.target(0, 1) == 1.0
     assert FLAT.target(6, 2) == pytest.approx(1 + 7 * 5 / 15)
-    assert FLAT.target(40, 2) == 8.0 and FLAT.draft(40) == 0.4
-    assert MeasuredStepTimes({1: [1.0]}, {}).draft(3) == 0.0
+    assert FLAT.target(40, 2) == 8.0 and FLAT.draft(40, 1) == 0.4
+    assert FLAT.draft(1, 5) == pytest.approx(0.5) and FLAT.draft(6, 1) == pytest.approx(0.2)
 
 
 def test_times_are_measured_at_every_power_of_two(stories_model):
     target, draft = build_engine(stories_model, pack=False), build_engine(truncate(stories_model, [0]), pack=False)
-    times = measure_times(target, draft, 6, 2, context=8, repeats=1)
-    assert [*times.targets] == [1, 2, 4, 6] == [*times.drafts]
-    assert all(len(of) == 3 and min(of) > 0 for of in times.targets.values())
-    assert measure_times(target, None, 1, 1, context=10_000, repeats=1).drafts == {}, "as much context as fits"
+    targets = target_times(target, 6, 2, context=8, repeats=1)
+    assert [*targets] == [1, 2, 4, 6]
+    assert all(len(of) == 3 and min(of) > 0 for of in targets.values())
+    assert [*target_times(target, 1, 1, context=10_000, repeats=1)] == [1], "as much context as fits"
+    drafts = drafting_times(target, lambda: ModelDrafter(draft), targets, 9, repeats=2)
+    assert [*drafts] == [1, 2, 4, 6]
+    assert all([*of] == [1, 9] and min(of.values()) > 0 for of in drafts.values())
+
+
+def test_the_time_of_drafting_is_that_of_a_step(stories_model):
+    class Sleeping(Drafter):
+        name, provides = "sleeping", frozenset({CHAIN})
+
+        def propose(self, rows, budgets):
+            time.sleep(0.004 * max(budgets))
+            return Proposal(torch.zeros(len(rows), max(budgets), dtype=torch.long))
+
+    target = build_engine(stories_model, pack=False)
+    times = drafting_times(target, Sleeping, [1, 3], 5, repeats=1)
+    assert all(of[5] >= 0.02 and of[1] >= 0.004 for of in times.values()), "a sleep may be longer, and is not shorter"
+    assert [*drafting_times(target, Sleeping, [1], 1)[1]] == [1]
 
 
 @pytest.mark.parametrize("name", [name for name in POLICIES if name not in ("fixed", "heuristic")])
@@ -108,19 +141,21 @@ def test_a_drafter_says_which_policies_it_follows(stories_model):
     target = build_engine(stories_model, pack=False)
     found = draft_lengths(policy("confidence"), 3, target, {"mine": Mine})
     assert isinstance(found.policies["mine"](), Confidence)
-    with pytest.raises(PeftlabError, match="policy goodput: needs a chain from a draft model or from copies, and mine"):
+    with pytest.raises(PeftlabError, match="policy goodput: chooses the length of a chain, and mine drafts none"):
         draft_lengths(policy("goodput"), 3, target, {"mine": Mine})
 
 
-def test_goodput_of_copies_takes_them_to_cost_nothing(stories_model):
-    target = build_engine(stories_model, pack=False)
-    found = draft_lengths(policy("goodput"), 2, target, {"lookup": PromptLookup})
-    assert found.policies["lookup"]() is found.policies["lookup"](), "one for all sequences"
-    assert found.policies["lookup"]().times.draft(1) == 0.0
-    network = FeatureDrafter.__new__(FeatureDrafter)
-    network.name, network.width = "features", 1
-    with pytest.raises(PeftlabError, match="policy goodput: needs a chain from a draft model or from copies"):
-        draft_lengths(policy("goodput"), 2, target, {"draft": lambda: network})
+def test_goodput_measures_what_each_drafter_takes(stories_model):
+    target = build_engine(stories_model, pack=False, features=default_features(5))
+    layer = trained_eagle(stories_model)
+    drafters = {"draft": partial(FeatureDrafter, layer), "lookup": PromptLookup}
+    found = draft_lengths(policy("goodput"), 2, target, drafters)
+    draft, lookup = (found.policies[name]() for name in drafters)
+    assert draft is found.policies["draft"](), "one for all sequences"
+    assert draft.times.targets == lookup.times.targets
+    assert all(times.draft(1, n) > 0 for times in (draft.times, lookup.times) for n in (1, 2))
+    with pytest.raises(PeftlabError, match="policy goodput: chooses the length of a chain, and features drafts none"):
+        draft_lengths(policy("goodput"), 2, target, {"draft": partial(FeatureDrafter, layer, width=3)})
 
 
 @pytest.fixture(scope="module")

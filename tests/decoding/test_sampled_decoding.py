@@ -25,7 +25,9 @@ from peftlab.errors import PeftlabError
 from tests.eagle_models import trained_block, trained_eagle, trained_spark
 
 SAMPLES = 1000
-SHARED = Goodput(MeasuredStepTimes({1: [1.0] * 5}, {1: 0.3}), 4)
+SHARED, SHARED_BY_LAYER = (Goodput(MeasuredStepTimes({1: [1.0] * 5}, {1: {1: 0.3, 4: 1.2}}), 4) for _ in range(2))
+# The first token of a block is hardly ever accepted here: at this price it is tried again.
+SHARED_BY_BLOCK = Goodput(MeasuredStepTimes({1: [1.0] * 5}, {1: {1: 0.01, 4: 0.01}}), 4)
 SAMPLING = Sampling(temperature=1.3, top_k=5, seed=7)
 
 
@@ -115,6 +117,8 @@ DRAFTERS = {
     "spark tree": (lambda m: BlockDrafter(trained_spark(m), width=3), Fixed),
     "suffix+spark": (lambda m: fused(BlockDrafter(trained_spark(m))), Fixed),
     "suffix+block": (lambda m: fused(BlockDrafter(trained_block(m))), partial(Confidence, threshold=0.2)),
+    "eagle goodput": (lambda m: FeatureDrafter(trained_eagle(m)), lambda gamma: SHARED_BY_LAYER),
+    "block goodput": (lambda m: BlockDrafter(trained_block(m)), lambda gamma: SHARED_BY_BLOCK),
     "eagle confidence": (lambda m: FeatureDrafter(trained_eagle(m)), partial(Confidence, threshold=0.3)),
 }
 

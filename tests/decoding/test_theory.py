@@ -148,9 +148,9 @@ def test_a_reduced_vocabulary_caps_acceptance():
 
 
 def test_goodput_is_the_speedup_where_costs_are_constant():
-    base = theory.goodput(0.7, 0, 4, lambda b, n: 2.0, lambda b: 0.2)
+    base = theory.goodput(0.7, 0, 4, lambda b, n: 2.0, lambda b, n: 0.2 * n)
     assert base == 2.0
-    gain = theory.goodput(0.7, 3, 4, lambda b, n: 2.0, lambda b: 0.2) / base
+    gain = theory.goodput(0.7, 3, 4, lambda b, n: 2.0, lambda b, n: 0.2 * n) / base
     assert gain == pytest.approx(theory.speedup(0.7, 3, 0.1))
 
 
@@ -158,8 +158,8 @@ def test_the_best_gamma_shrinks_as_the_batch_fills_the_machine():
     def target_time(batch: int, tokens: int) -> float:
         return max(1.0, batch * tokens / 64)
 
-    def draft_time(batch: int) -> float:
-        return 0.02 * max(1.0, batch / 64)
+    def draft_time(batch: int, tokens: int) -> float:
+        return 0.02 * tokens * max(1.0, batch / 64)
 
     best = [theory.best_goodput_gamma(0.7, b, target_time, draft_time, 8) for b in (1, 8, 16, 32, 64, 128)]
     assert best == sorted(best, reverse=True)

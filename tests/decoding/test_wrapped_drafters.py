@@ -47,7 +47,7 @@ def target(model):
 
 def test_every_attribute_is_that_of_the_drafter_within(target):
     class Odd(Drafter):  # which differs from the protocol's defaults in everything
-        name, provides, draft_model, concurrent, has_logits = "odd", frozenset({DRAWN}), target, True, True
+        name, provides, concurrent, has_logits = "odd", frozenset({DRAWN}), True, True
 
     assert len(MEMBERS) > len(METHODS) + 4
     for name in MEMBERS.keys() - METHODS.keys():

@@ -366,7 +366,6 @@ class TestRefused:
                 "does not go with draft.image_tokens",
             ),
             (["gamma=65"], "gamma: expected whole number from 1 to 64, got 65"),
-            (["policy=goodput", "method=null", "draft={kind: eagle3}"], "needs the time of a draft step"),
             (["data.samples=4", "data.temperature=0"], "greedy continuations are all the same"),
             (["method={name: lora, target_modules: [lm_head]}"], "cannot be trained as part of a draft"),
         ],

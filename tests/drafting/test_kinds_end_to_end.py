@@ -15,6 +15,7 @@ from transformers import AutoTokenizer
 
 from peftlab.checkpoints.merge import merge_checkpoint
 from peftlab.decoding.decode import Fixed, StoppingCriteria, decode
+from peftlab.decoding.policies import Goodput
 from peftlab.decoding.table import policy
 from peftlab.drafting.base import load_pair, make_drafter
 from peftlab.drafting.config import DflashDraft, Markov
@@ -88,6 +89,20 @@ def test_a_run_resumes_to_the_same_bytes_and_decodes_exactly(run: tuple[str, Pat
     again = load_file(place / KINDS[kind][2])
     assert again.keys() == weights.keys() and all(tensor.equal(again[name]) for name, tensor in weights.items())
     assert (place / "metrics.jsonl").read_bytes() == metrics
+
+
+def test_chains_follow_goodput(run: tuple[str, Path], stories: Path) -> None:
+    _, place = run
+    pair, tokenizer = load_pair(str(stories), str(place)), AutoTokenizer.from_pretrained(stories)
+    prompts = [tokenizer(text)["input_ids"] for text in ("A", "The moon was", "Sam ran to the big")]
+    plain = [output.tokens for output in decode(pair.target, prompts, StoppingCriteria(20))]
+    drafters = {"draft": partial(make_drafter, "draft", pair, 1)}
+    lengths = draft_lengths(policy("goodput"), 2, pair.target, drafters, batch=3)
+    shared = lengths.policies["draft"]()
+    assert isinstance(shared, Goodput) and [*shared.times.drafts] == [1, 2, 3]
+    assert all([*times] == [1, 2] and min(times.values()) > 0 for times in shared.times.drafts.values())
+    outputs = decode(pair.target, prompts, StoppingCriteria(20), drafters["draft"](), policy=lengths.policies["draft"])
+    assert [output.tokens for output in outputs] == plain
 
 
 def test_chains_and_trees_in_batches_are_the_targets_own(run: tuple[str, Path], stories: Path) -> None:
