@@ -47,6 +47,7 @@ DRAFTS = {
     "general, EAGLE-3.1": Draft("general/cells/eagle31-seed0", ("vllm",)),
     "general, block": Draft("general/cells/markov-seed0", ("llama.cpp",), _BLOCK),
     "GSM8K, EAGLE-3.1": Draft("gsm8k/cells/320k-seed0", ("vllm",)),
+    "GSM8K, EAGLE-3.1, goodput": Draft("gsm8k/cells/320k-seed0", (), ("--gamma", "4", "--policy", "goodput")),
     "SQL requests, block": Draft("sql", ("llama.cpp", "vllm"), _BLOCK),
 }
 ENGINES = ("llama.cpp", "vllm")
@@ -216,23 +217,23 @@ def read_results(directory: Path, parts: Sequence[str]) -> dict[str, dict[str, d
         directory: of the results. parts: categories in the order of the page, or engines.
     """
     found: dict[str, dict[str, dict[str, Any]]] = {}
-    for name, draft in DRAFTS.items():
-        files = {part: directory / result_name(draft, part) for part in parts}
+    for name in DRAFTS:
+        files = {part: directory / result_name(name, part) for part in parts}
         found[name] = {part: json.loads(file.read_text()) for part, file in files.items() if file.exists()}
     return found
 
 
-def result_name(draft: Draft, part: str) -> str:
+def result_name(name: str, part: str) -> str:
     """Return the name of the file of a draft's results.
 
     Args:
-        draft: one of ``DRAFTS``. part: a category of Spec-Bench, or an engine.
+        name: one of ``DRAFTS``. part: a category of Spec-Bench, or an engine.
     """
-    return f"{draft.run.replace('/', '-')}-{part}.json"
+    return f"{name.replace(', ', '-').replace(' ', '-')}-{part}.json"
 
 
-def missing(options: argparse.Namespace, results: Path, categories: Sequence[str]) -> Iterator[tuple[Draft, str]]:
-    """Yield what is to be decoded: drafts that are trained, with the categories or engines that they have not finished.
+def missing(options: argparse.Namespace, results: Path, categories: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yield what is to be decoded: names of drafts that are trained, with the categories or engines that are missing.
 
     Args:
         options: of the command line. results: directory of the results. categories: of Spec-Bench.
@@ -247,8 +248,8 @@ def missing(options: argparse.Namespace, results: Path, categories: Sequence[str
         if options.engines is not None:
             wanted = [engine for engine in draft.engines if engine in (options.engines or ENGINES)]
         for part in wanted:
-            if not (results / result_name(draft, part)).exists():
-                yield draft, part
+            if not (results / result_name(name, part)).exists():
+                yield name, part
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -269,15 +270,16 @@ def main(arguments: list[str] | None = None) -> None:
     results = options.dir / "results"
     results.mkdir(parents=True, exist_ok=True)
     found = read_results(results, [*every]), read_results(results, ENGINES)
-    for draft, part in [] if options.write_only else [*missing(options, results, [*every])]:
+    for name, part in [] if options.write_only else [*missing(options, results, [*every])]:
         prompts, written = results / f"{part}.jsonl", results / "newest.json"
         lines = every[part] if part in every else [line for category in every.values() for line in category]
         prompts.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        draft = DRAFTS[name]
         how = (*draft.options, "--drafter", SUFFIX) if part in every else (*IN_ENGINE, "--engine", part)
         given = ("--target", TARGET, "--draft", str(options.dir / draft.run), *how, *SETTINGS)
         peftlab("draft", "bench", *given, "--prompts", str(prompts), "--json", str(written))
         result = json.loads(written.read_text()) | {"measured": str(date.today())}
-        (results / result_name(draft, part)).write_text(json.dumps(result))
+        (results / result_name(name, part)).write_text(json.dumps(result))
         found = read_results(results, [*every]), read_results(results, ENGINES)
         options.page.write_text(filled(options.page.read_text(), *found))
     options.page.write_text(filled(options.page.read_text(), *found))
