@@ -490,7 +490,9 @@ def measured_gain(
     if not drafts:
         return None
     own = max((d for d in drafts if d.own and d.gamma <= gamma), key=lambda d: d.gamma)
-    gains = [d.tokens / (verification[d.gamma] + share * d.effort / own.effort) for d in drafts]
+    # Rates that were measured in training may be of other text: in all drafts they count as far as its own keeps them.
+    kept = (tau - 1) / (own.tokens - 1) if own.tokens > 1 else 1.0
+    gains = [(1 + kept * (d.tokens - 1)) / (verification[d.gamma] + share * d.effort / own.effort) for d in drafts]
     most = max(gains)
     best, best_gain = (drafts[gains.index(most)], most) if most > 1 else (None, 1.0)
     return MeasuredGain(

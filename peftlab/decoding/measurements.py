@@ -620,13 +620,17 @@ class Divergence:
     near_tie: bool
 
 
-def divergence(engine: Engine, prompt: Sequence[int], plain: Sequence[int], other: Sequence[int]) -> Divergence | None:
+def divergence(
+    engine: Engine, prompt: Sequence[int], plain: Sequence[int], other: Sequence[int], dtype: torch.dtype | None = None
+) -> Divergence | None:
     """Return the first difference of two greedy outputs, and whether it is a near tie; None if they are equal.
 
-    A near tie is a margin of at most 8 units in the last place of the largest logit, in the logits' dtype.
+    A near tie is a margin of at most 8 units in the last place of the largest logit, in the logits' dtype, or of at
+    most 2 in ``dtype``.
 
     Args:
         engine: the target. prompt: token ids. plain, other: the outputs.
+        dtype: to which another program that wrote ``other`` rounds states and logits; None: it is this engine's.
     """
     if list(plain) == list(other):
         return None
@@ -637,8 +641,8 @@ def divergence(engine: Engine, prompt: Sequence[int], plain: Sequence[int], othe
     tokens = torch.tensor([ids], device=engine.device)
     logits = engine.forward(cache, tokens, Block((0,), len(ids)), [len(ids) - 1]).logits[0, 0]
     first, second = logits.float().topk(2).values.tolist()
-    ulp = torch.finfo(logits.dtype).eps * max(abs(first), abs(second))
-    return Divergence(position, first - second, first - second <= 8 * ulp)
+    rounding = max(8 * torch.finfo(logits.dtype).eps, 2 * torch.finfo(dtype or logits.dtype).eps)
+    return Divergence(position, first - second, first - second <= rounding * max(abs(first), abs(second)))
 
 
 @dataclass(frozen=True)
@@ -650,6 +654,7 @@ class MeasuredGain:
         verification: C(1), C(2), ...; C(gamma + 1) is the one that counts. drafting: measured D of ``gamma`` tokens.
         gain: S at ``gamma``.
         best_gamma: the draft length of the largest S by the measured acceptance; 0: do not draft. best_gain: its S.
+            Where rates are known from training, all are taken to be as much lower here as ``tau`` is.
         best_width: the ``--width`` that this draft needs; None: none.
     """
 

@@ -316,7 +316,8 @@ def measure_in_engine(
     by_position = [sum(place) for place in zip(*(c.by_position for c in counts), strict=True)]
     tried = [steps, *by_position[:-1]] if by_position else []
     pairs = zip(questions, last[0], strict=True)
-    found = [(q.id, divergence(own, q.ids, plain[q.id], done.tokens)) for q, done in pairs]
+    computed_in = torch_dtype(dtype)
+    found = [(q.id, divergence(own, q.ids, plain[q.id], done.tokens, computed_in)) for q, done in pairs]
     return EngineResult(
         name=drafted.name,
         version=version,

@@ -142,8 +142,8 @@ def filled(page: str, measured: Measured, served: Measured = MappingProxyType({}
     rows |= {(name, engine): _in_engine(of[engine]) for name, of in served.items() for engine in of}
     order = [(name, engine) for name, draft in DRAFTS.items() for engine in draft.engines]
     lines = [
-        "| draft | in | prompts | τ | speed | accepted | τ in peftlab | speed in peftlab | outputs unlike peftlab's, at near ties | measured |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| draft | in | prompts | plain tokens/s, in peftlab | τ | speed | accepted | τ in peftlab | speed in peftlab | outputs unlike peftlab's, at near ties | measured |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]  # fmt: skip
     page = with_part(page, "engines", [*lines, *(_line(*key, *rows[key]) for key in order if key in rows)])
     for name in DRAFTS:
@@ -184,6 +184,7 @@ def _in_engine(result: Mapping[str, Any]) -> list[str]:
     near = sum(one["near_tie"] for one in unlike)
     return [
         str(len(result["prompts"])),
+        f"{there['baseline_tokens_per_second']:.0f}, {here['baseline_tokens_per_second']:.0f}",
         *_tau_and_speed(there),
         f"{there['accepted_share']:.2f} ({low:.2f} to {high:.2f})",
         *_tau_and_speed(here),

@@ -364,4 +364,7 @@ def test_a_real_divergence_is_no_tie(engines, uneven_prompts, expected):
     wrong = [*expected[1][:7], (expected[1][7] + 1) % 512, *expected[1][8:]]
     found = divergence(engines["flat"], uneven_prompts[1], expected[1], wrong)
     assert found.position == 7 and found.margin > 0.01 and not found.near_tie
+    elsewhere = divergence(engines["flat"], uneven_prompts[1], expected[1], wrong, torch.bfloat16)
+    assert (elsewhere.position, elsewhere.margin) == (7, found.margin)
+    assert elsewhere.near_tie == (found.margin < 0.1), "two units of bfloat16 in logits of about ten"
     assert divergence(engines["flat"], uneven_prompts[1], expected[1], expected[1]) is None

@@ -329,8 +329,12 @@ def test_chains_and_trees_of_a_layer_are_compared_by_measured_ranks(stories_mode
     drafter = FeatureDrafter(network)
     found = measured_gain(target, drafter, [0.0, None], gamma=2, tau=1.6, drafting=1e-9)
     drafts = drafter.candidates([0.0, 0.0], found.verification)
-    best = max([1.0, *(draft.tokens / found.verification[draft.gamma] for draft in drafts)])
+    kept = (1.6 - 1) / (1.7 - 1)  # a chain of two gives 1.6 tokens where the ranks expect 1.7
+    best = max([1.0, *((1 + kept * (draft.tokens - 1)) / found.verification[draft.gamma] for draft in drafts)])
     assert found.best_gain == pytest.approx(best, rel=1e-3)
+    elsewhere = measured_gain(target, drafter, [0.0, None], gamma=2, tau=1.0, drafting=1e-9)
+    most = max([1.0, *(1 / elsewhere.verification[draft.gamma] for draft in drafts)])
+    assert elsewhere.best_gain == pytest.approx(most, rel=1e-3), "where nothing is accepted, no draft gives a token more"
     assert "--gamma 7 --width 4, 1.50x" in replace(found, best_gamma=7, best_width=4, best_gain=1.5).line()
 
 

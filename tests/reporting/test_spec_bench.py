@@ -17,7 +17,7 @@ def result(speed: float, prompts: int = 10) -> dict[str, Any]:
     def of(tau: float, speed: float) -> dict[str, Any]:
         ends = [speed / 1.1, speed * 1.1]
         return {
-            "tau": tau, "steps": 100, "tokens_per_second": 50 * speed, "speedup": speed, "speedup_interval": ends, "divergences": [],
+            "tau": tau, "steps": 100, "tokens_per_second": 50 * speed, "baseline_tokens_per_second": 50.0, "speedup": speed, "speedup_interval": ends, "divergences": [],
         }  # fmt: skip
 
     drafters = {"draft": of(2.0, speed), "suffix+draft": of(2.5, 2 * speed), "suffix": of(1.25, 1.2)}
@@ -63,12 +63,12 @@ def test_a_draft_in_an_engine_stands_beside_peftlab() -> None:
     measured = result(1.5, prompts=130)
     unlike = [{"near_tie": True}, {"near_tie": False}, {"near_tie": True}]
     measured["engine"] = {
-        "tau": 1.75, "speedup": 1.25, "speedup_interval": [1.0, 1.5], "accepted_share": 0.375,
+        "tau": 1.75, "baseline_tokens_per_second": 32.4, "speedup": 1.25, "speedup_interval": [1.0, 1.5], "accepted_share": 0.375,
         "accepted_share_interval": [0.25, 0.5], "divergences": unlike, "version": "0.32.0",
     }  # fmt: skip
     name = "SQL requests, block"
     page = filled(PAGE.read_text(encoding="utf-8"), {}, {name: {"vllm": measured}})
     rows = {tuple(row[:2]): row[2:] for row in rows_of_part(page, "engines")}
     own = ["2.00", "1.50 (1.36 to 1.65)", "3, 2", "0.32.0, AMD EPYC, 2 threads, 2026-11-28"]
-    assert rows[name, "vllm"] == ["130", "1.75", "1.25 (1.00 to 1.50)", "0.38 (0.25 to 0.50)", *own]
+    assert rows[name, "vllm"] == ["130", "32, 50", "1.75", "1.25 (1.00 to 1.50)", "0.38 (0.25 to 0.50)", *own]
     assert filled(page, {}) == page, "an engine that is not measured again keeps its row"
