@@ -334,7 +334,9 @@ def test_chains_and_trees_of_a_layer_are_compared_by_measured_ranks(stories_mode
     assert found.best_gain == pytest.approx(best, rel=1e-3)
     elsewhere = measured_gain(target, drafter, [0.0, None], gamma=2, tau=1.0, drafting=1e-9)
     most = max([1.0, *(1 / elsewhere.verification[draft.gamma] for draft in drafts)])
-    assert elsewhere.best_gain == pytest.approx(most, rel=1e-3), "where nothing is accepted, no draft gives a token more"
+    assert elsewhere.best_gain == pytest.approx(most, rel=1e-3), (
+        "where nothing is accepted, no draft gives a token more"
+    )
     assert "--gamma 7 --width 4, 1.50x" in replace(found, best_gamma=7, best_width=4, best_gain=1.5).line()
 
 
