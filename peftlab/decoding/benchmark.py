@@ -490,7 +490,7 @@ def measured_gain(
     if not drafts:
         return None
     own = max((d for d in drafts if d.own and d.gamma <= gamma), key=lambda d: d.gamma)
-    # Rates that were measured in training may be of other text: in all drafts they count as far as its own keeps them.
+    # Rates that were measured in training may be of other text: all are off by as much as they are for its own draft.
     kept = (tau - 1) / (own.tokens - 1) if own.tokens > 1 else 1.0
     gains = [(1 + kept * (d.tokens - 1)) / (verification[d.gamma] + share * d.effort / own.effort) for d in drafts]
     most = max(gains)

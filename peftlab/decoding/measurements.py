@@ -654,7 +654,7 @@ class MeasuredGain:
         verification: C(1), C(2), ...; C(gamma + 1) is the one that counts. drafting: measured D of ``gamma`` tokens.
         gain: S at ``gamma``.
         best_gamma: the draft length of the largest S by the measured acceptance; 0: do not draft. best_gain: its S.
-            Where rates are known from training, all are taken to be as much lower here as ``tau`` is.
+            Rates known from training are taken to be off by as much as they are for ``tau``.
         best_width: the ``--width`` that this draft needs; None: none.
     """
 

@@ -21,6 +21,7 @@ from peftlab.decoding.decode import DraftCandidate, Proposal, Row, TargetState, 
 from peftlab.decoding.flat import FlatEngine, concatenate_states, without_torch_function
 from peftlab.decoding.model_drafter import ModelDrafter
 from peftlab.decoding.sampling import argmax
+from peftlab.decoding.table import CHAIN
 
 
 class EarlyExit(EngineWrapper):
@@ -129,6 +130,7 @@ class DelDrafter(ModelDrafter):
     choice: ExitSelector
     name: str = "del"
     shares_cache: bool = field(default=True, init=False)
+    provides = ModelDrafter.provides - {CHAIN}  # it chooses the length itself, by what ``choice`` has counted
 
     def candidates(self, acceptance: Sequence[float], verification: Sequence[float]) -> list[DraftCandidate]:
         """Return no candidates: this drafter chooses its lengths itself."""
@@ -290,6 +292,9 @@ class SwiftDrafter(ModelDrafter):
     search: SkipSearch
     name: str = "swift"
     shares_cache: bool = field(default=True, init=False)
+    provides = ModelDrafter.provides - {
+        CHAIN
+    }  # its time changes with its layers, which every text that it reads decides
     least: float = 0.8
 
     def __post_init__(self) -> None:

@@ -303,7 +303,7 @@ def acceptance_head(draft: str | None, device: torch.device) -> Callable[[Tensor
 _REFUSALS = {
     DRAWN: "stops a chain that is drawn token by token, and {} draws none",
     HEAD: "reads the states of a draft model that drafts a chain, and {} is none",
-    CHAIN: "chooses the length of a chain, and {} drafts none",
+    CHAIN: "needs a chain whose length it can choose by measured times, and {} drafts none",
 }
 
 

@@ -141,7 +141,10 @@ def test_a_drafter_says_which_policies_it_follows(stories_model):
     target = build_engine(stories_model, pack=False)
     found = draft_lengths(policy("confidence"), 3, target, {"mine": Mine})
     assert isinstance(found.policies["mine"](), Confidence)
-    with pytest.raises(PeftlabError, match="policy goodput: chooses the length of a chain, and mine drafts none"):
+    with pytest.raises(
+        PeftlabError,
+        match="policy goodput: needs a chain whose length it can choose by measured times, and mine drafts none",
+    ):
         draft_lengths(policy("goodput"), 3, target, {"mine": Mine})
 
 
@@ -154,7 +157,10 @@ def test_goodput_measures_what_each_drafter_takes(stories_model):
     assert draft is found.policies["draft"](), "one for all sequences"
     assert draft.times.targets == lookup.times.targets
     assert all(times.draft(1, n) > 0 for times in (draft.times, lookup.times) for n in (1, 2))
-    with pytest.raises(PeftlabError, match="policy goodput: chooses the length of a chain, and features drafts none"):
+    with pytest.raises(
+        PeftlabError,
+        match="policy goodput: needs a chain whose length it can choose by measured times, and features drafts none",
+    ):
         draft_lengths(policy("goodput"), 2, target, {"draft": partial(FeatureDrafter, layer, width=3)})
 
 
@@ -210,3 +216,23 @@ def test_generate_and_bench_follow_every_policy(
 def test_generate_refuses(stories, arguments, reason):
     with pytest.raises(PeftlabError, match=reason):
         invoke("generate", "--target", stories, "--prompt", "x", *arguments)
+
+
+@pytest.mark.parametrize("draft", ["del", "swift"])
+def test_drafts_that_choose_for_themselves_do_not_follow_goodput(stories, tmp_path, draft):
+    """What they have learned of their layers is kept between drafters: steps on random text must not teach it."""
+    (tmp_path / "p.txt").write_text("Once upon a time\n")
+    reason = f"policy goodput: needs a chain whose length it can choose by measured times, and {draft} drafts none"
+    with pytest.raises(PeftlabError, match=reason):
+        invoke(
+            "draft",
+            "bench",
+            "--target",
+            stories,
+            "--draft",
+            draft,
+            "--prompts",
+            tmp_path / "p.txt",
+            "--policy",
+            "goodput",
+        )

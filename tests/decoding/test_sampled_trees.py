@@ -540,7 +540,7 @@ def test_generate_draws_trees(stories):
         ),
         (
             ["--tree", "rsd_c:2", "--policy", "goodput"],
-            "policy goodput: chooses the length of a chain, and",
+            "policy goodput: needs a chain whose length it can choose by measured times, and",
         ),
         (["--verify", "tokens"], "verify tokens: temperature 0 is greedy, where all verify alike"),
         (["--verify", "block", "--temperature", 1], "verify block: one of traversal, tokens, kseq"),

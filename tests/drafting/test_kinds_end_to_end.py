@@ -105,6 +105,16 @@ def test_chains_follow_goodput(run: tuple[str, Path], stories: Path) -> None:
     assert [output.tokens for output in outputs] == plain
 
 
+@pytest.mark.parametrize("kind", ["mtp", "dflash", "pard", "gated_lora"])
+def test_a_recipe_measures_its_draft_by_goodput(kind: str, stories: Path, tmp_path: Path) -> None:
+    run_recipe(recipe(stories, tmp_path / "out", kind, "policy=goodput", "train.max_steps=2"))
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert (
+        results["decoding"]["after"]["lossless"] is True
+        and "policy: goodput" in (tmp_path / "out" / "recipe.yaml").read_text()
+    )
+
+
 def test_chains_and_trees_in_batches_are_the_targets_own(run: tuple[str, Path], stories: Path) -> None:
     kind, place = run
     assert find_draft(str(place))[0].config.endswith(
