@@ -34,6 +34,7 @@ from peftlab.models.costs import Meter
 from peftlab.models.load import eval_mode
 from peftlab.progress import Phase
 from peftlab.tasks.problem import TrainingProblem
+from peftlab.training.attention import gradients_in_fp32
 from peftlab.training.config import TrainConfig
 from peftlab.training.distributed import adapter_template, full_tensors
 from peftlab.training.efficient import Emulation, LayerSampling, Muon, StochasticAdamW, frozen
@@ -136,7 +137,7 @@ class Trainer:
         first_steps: the check of the run's first steps; None once it has passed, and in a resumed run.
         sampling: which layers rest in a step; None if all train.
         emulation: of other hardware's number formats; None where there is none.
-        meter: what each kind of step costs.
+        attention: makes the context of a step's attention. meter: what each kind of step costs.
     """
 
     def __init__(
@@ -180,6 +181,8 @@ class Trainer:
         if resume is not None:
             self.progress = load_checkpoint(resume, accelerator, problem.model, self.optimiser)
         compiled = settings.compile and try_compile(problem, accelerator)
+        # A compiled model takes the compiler's own attention.
+        self.attention = nullcontext if compiled else gradients_in_fp32
         self.first_steps: FirstStepsCheck | None = None
         if self.progress.step == 0 and problem.new:
             narrow = bool(stored & {torch.bfloat16, torch.float16})
@@ -256,7 +259,8 @@ class Trainer:
             inputs = {key: value.to(accelerator.device, non_blocking=True) for key, value in inputs.items()}
             what = f"rows of {longest} tokens" if "input_ids" in inputs else "images"
             where = f"at step {progress.step + 1}, with {rows} {what} at once"
-            with memory_advice(where, training_changes(settings, rows, longest)), accelerator.accumulate(self.model):
+            advice = memory_advice(where, training_changes(settings, rows, longest))
+            with advice, self.attention(), accelerator.accumulate(self.model):
                 with frozen(resting) if resting else nullcontext(), self.computing():
                     with self.meter.forward(kind):
                         loss = self.problem.loss(self.model, inputs) * weight
