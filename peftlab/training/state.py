@@ -51,8 +51,8 @@ class Progress:
         stale: evaluations since the best one.
         examples, tokens, padded_tokens, seconds: work done in training steps.
         metrics_bytes: length of metrics.jsonl at this point.
-        step_costs: what each kind of step costs, counted in the first of them (``Meter.known``); empty where steps
-            are not counted (many processes, ``train.compile``). step_kinds: how many there were of each.
+        step_costs: what each kind of step costs, by the first of them or by near ones (``Meter.known``); empty where
+            steps are not counted (many processes, ``train.compile``). step_kinds: how many there were of each.
         chosen: the examples that each round added, where a score chooses them (``train.sample``).
         scored_examples, scoring_flops: of the forward passes that chose them.
     """

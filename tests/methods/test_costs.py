@@ -12,7 +12,7 @@ from transformers import BertConfig, BertForSequenceClassification, LlamaConfig,
 import peftlab
 from peftlab import PeftlabError
 from peftlab.methods.inject import inject, make_config, trainable_parameters
-from peftlab.models.costs import CountFlops, count_step, kv_bytes_per_token
+from peftlab.models.costs import CountFlops, Meter, count_step, kv_bytes_per_token
 from peftlab.models.load import empty_model
 from peftlab.training.recomputation import recompute_activations
 
@@ -189,3 +189,40 @@ def test_models_of_other_inputs_are_refused():
     model = inject(empty_model(name, getattr(transformers, config)(**values)), make_config("full"))
     with pytest.raises(PeftlabError, match="costs: ViTForImageClassification"):
         count_step(model, 2, 8)
+
+
+def counted(length):
+    """Return what a meter says of a training step of two rows of a small Llama with LoRA."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=97, hidden_size=D, intermediate_size=3 * D, num_hidden_layers=2, num_attention_heads=4
+    )
+    model = peftlab.inject_lora(LlamaForCausalLM(config), r=2)
+    meter = Meter(model, {})
+    ids = torch.zeros(2, length, dtype=torch.long)
+    with meter.forward("a"):
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+    with meter.backward("a"):
+        loss.backward()
+    return meter.known["a"]
+
+
+@pytest.mark.parametrize(
+    ("others", "length", "is_known"),
+    [
+        ((80, 96), 90, True), ((80, 97), 81, True), ((80, 97), 80, True), ((80, 98), 81, False), ((79, 96), 96, True),
+        ((63, 70), 66, False), ((64, 70), 66, True), ((80,), 85, False), ((96,), 85, False), ((), 85, False),
+    ],
+)  # fmt: skip
+def test_a_length_between_two_near_ones_costs_what_lies_between_theirs(others, length, is_known):
+    """From 64 tokens on, and for the same rows and the same kind of batch."""
+    known = {f"2x{n} padded": counted(n) for n in others}
+    meter = Meter(nn.Linear(1, 1), known)
+    assert not meter._is_known(f"2x{length}") and not meter._is_known(f"3x{length} padded")
+    assert meter._is_known(f"2x{length} padded") == is_known
+    if is_known:
+        exact = counted(length)  # of which attention, which is not linear, is much in layers this narrow
+        assert known[f"2x{length} padded"] == pytest.approx(exact, rel=5e-3)
+        with meter.forward(f"2x{length} padded"), CountFlops() as outer:
+            torch.ones(2, 2) @ torch.ones(2, 2)
+        assert outer.flops and meter._forward == (0, 0)
