@@ -149,8 +149,10 @@ class FinetuneResults:
             how many); absent elsewhere.
         generate_before: the same of the model before training.
         cost: of all training steps, scoring of examples included: ``forward_flops``, ``backward_flops``
-            (products and attention; a multiplication and an addition are 2); of the largest step ``kept_bytes``
-            (for backward, parameters apart) and ``optimizer_bytes`` (gradients and AdamW's averages);
+            (products and attention; a multiplication and an addition are 2; from 64 tokens on, a batch whose length
+            is at most 16 from both a shorter and a longer one that are known costs what lies between them); of the
+            largest step ``kept_bytes`` (for backward, parameters apart) and ``optimizer_bytes`` (gradients and
+            AdamW's averages);
             ``kv_bytes_per_token`` of a model that generates; absent with many processes or ``train.compile``.
         selection: what ``train.sample`` chose by a score: ``rounds``, ``examples``, ``scored_examples``
             (forward passes that this took) and their ``scoring_flops``; absent where no score chooses.
