@@ -292,9 +292,8 @@ class SwiftDrafter(ModelDrafter):
     search: SkipSearch
     name: str = "swift"
     shares_cache: bool = field(default=True, init=False)
-    provides = ModelDrafter.provides - {
-        CHAIN
-    }  # its time changes with its layers, which every text that it reads decides
+    # Its time changes with its layers, which every text that it reads decides.
+    provides = ModelDrafter.provides - {CHAIN}
     least: float = 0.8
 
     def __post_init__(self) -> None:

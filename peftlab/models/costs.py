@@ -138,7 +138,7 @@ class KeptBytes:
 class Meter:
     """Counts each kind of step the first time it occurs.
 
-    Counting takes a seventh of a step's time on one core, and in a short run nearly every batch has its own length.
+    Counting slows a step down, and in a short run nearly every batch has a length of its own.
     From 64 tokens on a length between two known ones near it therefore costs what lies between theirs: FLOPs and
     bytes are linear in it but for attention's scores, by which they are off by a thousandth at most at usual widths.
 

@@ -1,4 +1,4 @@
-"""Attention in 16 bits on a CPU whose gradients are computed in fp32, which takes a half to a tenth of the time."""
+"""Attention in 16 bits on a CPU whose gradients are computed in fp32, which takes less time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend
 from peftlab.environment import describe_cpu
 from peftlab.untyped import AutogradContext, Function
 
-_FEW_KEYS = 256  # up to which fp32 is faster with matrix units for bf16, too; without them it is for any number
+_FEW_KEYS = 256  # up to which fp32 is faster than bf16 on matrix units, too; otherwise it is for any number
 
 
 @contextmanager
@@ -53,12 +53,13 @@ def _attention(
     enable_gqa: bool = False,
 ) -> Tensor | None:
     """Return what ``scaled_dot_product_attention`` would; None where that is to be called."""
-    if query.device.type != "cpu" or dropout_p or not torch.is_grad_enabled():
+    if query.device.type != "cpu" or query.dtype == torch.float64 or dropout_p or not torch.is_grad_enabled():
         return None
     dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else query.dtype
     query, key, value = (operand.to(dtype) for operand in (query, key, value))
     trains = any(operand.requires_grad for operand in (query, key, value))
-    if not trains or dtype.itemsize != 2 or (_has_matrix_units() and key.shape[-2] > _FEW_KEYS):
+    on_matrix_units = dtype == torch.bfloat16 and key.shape[-2] > _FEW_KEYS and _has_matrix_units()
+    if not trains or dtype.itemsize != 2 or on_matrix_units:
         return None
     if attn_mask is not None:
         if attn_mask.requires_grad:

@@ -89,16 +89,16 @@ def test_autocast_casts_as_torch_does():
     assert all(torch.allclose(*pair, rtol=0.05, atol=0.05) for pair in zip(our_gradients, their_gradients, strict=True))
 
 
-@pytest.mark.parametrize("why", ["fp32", "dropout", "a mask that trains"])
+@pytest.mark.parametrize("why", ["fp32", "fp64 under autocast", "dropout", "a mask that trains"])
 def test_other_calls_remain_torchs(why):
-    inputs = operands(torch.float32 if why == "fp32" else torch.bfloat16)
+    inputs = operands({"fp32": torch.float32, "fp64 under autocast": torch.float64}.get(why, torch.bfloat16))
     options = {"dropout_p": 0.3} if why == "dropout" else {}
     if why == "a mask that trains":
         options["attn_mask"] = added_mask(torch.bfloat16).requires_grad_()
     found = []
     for context in (nullcontext, gradients_in_fp32):
         torch.manual_seed(0)
-        with context():
+        with context(), torch.autocast("cpu", torch.bfloat16, enabled="autocast" in why):
             found.append(gradients(inputs, **options))
     assert torch.equal(found[0][0], found[1][0])
     assert all(torch.equal(*pair) for pair in zip(found[0][1], found[1][1], strict=True))
