@@ -6,12 +6,15 @@ write memory by address: whoever makes a program (``compiled.py``) answers for t
 
 A vector operation is written out as LLVM's own, so the compiler reorders no sum. In a product the sixteen lanes are
 sixteen outputs, the inputs are added in one order, and several rows differ from one in nothing but how often a decoded
-weight is used. So a row's numbers are the same bits whatever rows it is computed with, on any number of threads.
+weight is used. So a row's numbers are the same bits whatever rows it is computed with, on any number of threads. Where
+a CPU has AMX, that multiplies all weights in bfloat16, by one row as by many: its numbers are others, and as steady.
 """
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
+from itertools import pairwise
 
 import llvmlite.binding
 import numba
@@ -23,11 +26,13 @@ from numpy.typing import NDArray
 
 from peftlab.decoding.tiled import BF16, F16, F32, INT8, LANES, PAIRS
 from peftlab.models.vectors import (
+    ADDRESS,
     FLOATS,
     WORDS,
     all_of,
     all_threads,
     call,
+    emits,
     exp,
     fma,
     intrinsic,
@@ -84,8 +89,8 @@ INSTRUCTION = np.dtype(
 
 BLOCK = np.dtype(
     [
-        # The program, and how many rows it reads.
-        *[(name, "i8") for name in ("program", "length", "rows")],
+        # The program, and how many rows it reads; whether products may use AMX, which ``run`` fills in.
+        *[(name, "i8") for name in ("program", "length", "rows", "matrices")],
         # Of each row: its row in the cache, its slot and its position. Of each layer: keys and values, which have so
         # many slots. Of each table: cosines and sines. Of each view: for each row, ``view_width`` numbers: the first
         # slot that it sees, how many from there on, how many others, and these.
@@ -177,7 +182,10 @@ class _BFloat(ir.Type):
 
 
 _config: Unwrapped = numba.config
-_multiplies_pairs = _config.CPU_NAME in (None, "host") and llvmlite.binding.get_host_cpu_features().get("avx512bf16")
+_features = llvmlite.binding.get_host_cpu_features() if _config.CPU_NAME in (None, "host") else {}
+_multiplies_pairs, _has_matrices = _features.get("avx512bf16"), _features.get("amx-bf16")
+if _has_matrices:
+    llvmlite.binding.initialize_native_asmparser()
 
 
 @intrinsic
@@ -375,6 +383,109 @@ def _product_with(sum_chunk: Callable, step: int, unit: int = 4) -> Callable:
     return multiply
 
 
+# AMX has eight registers of sixteen rows of 64 bytes. One instruction adds to sums of sixteen rows and sixteen outputs
+# the products of 32 inputs, each row's in one order whatever the other rows. Registers 0 to 3 have the sums of four
+# times sixteen rows, 4 and 5 rows of inputs, the last of which may be fewer than sixteen, and 7 the weights.
+_REGISTERS = range(8)
+_MATRIX_ROWS, _MATRIX_INPUTS = 16, 32
+_SUMS_BYTES = 4 * _MATRIX_ROWS * 64
+_NOTHING = ir.Constant(ir.IntType(8).as_pointer(), None)
+
+
+def _assemble(builder: ir.IRBuilder, lines: list[str], values: list[ir.Value], changed: str = "") -> ir.Value:
+    """Write instructions of AMX, which LLVM optimises nothing of, and none where the CPU has no AMX.
+
+    Args:
+        builder: of LLVM. lines: in the syntax of AT&T. values: ``$0`` and so on in ``lines``. changed: other registers.
+    """
+    if _has_matrices:
+        word = ir.IntType(64)
+        names = [*changed.split(), "memory", "flags", *(f"tmm{i}" for i in _REGISTERS)]
+        constraints = ",".join(["r"] * len(values) + [f"~{{{name}}}" for name in names])
+        builder.asm(ir.FunctionType(ir.VoidType(), [word] * len(values)), "\n".join(lines), constraints, values, True)
+    return _NOTHING
+
+
+@emits(types.int64)
+def room_for_sums(builder):
+    """The address of room for the sums of a tile and 64 rows, on the stack."""
+    return builder.ptrtoint(cgutils.alloca_once(builder, ir.ArrayType(ir.IntType(8), _SUMS_BYTES)), ir.IntType(64))
+
+
+@emits(types.none, types.int64)
+def begin_matrices(builder, rows):
+    """Set the registers' sizes for 1 to 64 rows."""
+    byte, size = ir.IntType(8), ir.IntType(64)
+    settings = ir.Constant(ir.ArrayType(byte, 64), [1] + 15 * [0] + 8 * [64, 0] + 32 * [0])  # of 64 bytes a row
+    at = builder.ptrtoint(cgutils.alloca_once(builder, settings.type), size)
+    builder.store(settings, builder.inttoptr(at, settings.type.as_pointer()))
+    before = builder.udiv(builder.sub(rows, size(1)), size(_MATRIX_ROWS))  # the last is behind so many whole ones
+    last = builder.sub(rows, builder.mul(before, size(_MATRIX_ROWS)))
+    for i in _REGISTERS:
+        is_last = builder.icmp_unsigned("==", before, size(i)) if i != 5 else ir.IntType(1)(1)
+        count = builder.trunc(builder.select(is_last, last, size(_MATRIX_ROWS)), byte)
+        builder.store(count, builder.inttoptr(builder.add(at, size(48 + i)), byte.as_pointer()))
+    return _assemble(builder, ["ldtilecfg ($0)"], [at])
+
+
+@emits(types.none)
+def end_matrices(builder):
+    """Leave the registers empty, as they cost time where threads take turns."""
+    return _assemble(builder, ["tilerelease"], [])
+
+
+def _matrix_sums(count: int) -> Callable:
+    """Return the sums of a tile and ``count`` times sixteen rows, the last of them perhaps fewer."""
+    rows = ("%r10", "%r11", "%r12", "%r13")[:count]
+    setup = ["mov $0, %r8", "mov $1, %r9", "mov $3, %rax", "shl $$4, %rax", "mov $2, %r10"]
+    setup += [f"lea ({before},%rax), {after}" for before, after in pairwise(rows)]
+    setup += ["mov $$64, %rax", *(f"tilezero %tmm{i}" for i in range(count))]
+    loop = ["1:", "tileloadd (%r8,%rax), %tmm7"]
+    loop += [f"prefetcht0 {_AHEAD + k}(%r8)" for k in range(0, 64 * _MATRIX_ROWS, 64)]
+    for i, row in enumerate(rows):
+        read = "%tmm5" if i == count - 1 else "%tmm4"
+        loop += [f"tileloadd ({row},$3), {read}", f"tdpbf16ps %tmm7, {read}, %tmm{i}", f"add $$64, {row}"]
+    loop += [f"add $${64 * _MATRIX_ROWS}, %r8", "dec %r9", "jnz 1b"]
+    end = [f"tilestored %tmm{i}, {64 * _MATRIX_ROWS * i}($4,%rax)" for i in range(count)]
+
+    @emits(types.none, ADDRESS, types.int64, ADDRESS, types.int64, ADDRESS)
+    def sums(builder, codes, steps, x, stride, to):
+        return _assemble(builder, setup + loop + end, [codes, steps, x, stride, to], "rax r8 r9 r10 r11 r12 r13")
+
+    return sums
+
+
+_sums_16, _sums_32, _sums_48, _sums_64 = (_matrix_sums(count) for count in (1, 2, 3, 4))
+
+
+@njit
+def multiply_matrices(op, block, thread, threads):
+    """Compute this thread's share of the tiles of a product of bfloat16 numbers, for all rows, with AMX."""
+    rows, steps, stride, sums = block.rows, op.inputs // _MATRIX_INPUTS, op.x_stride, room_for_sums()
+    half, together = buffer_of(block, op.half), 2 if op.mode == GATED else 1
+    share, factor = op.tiles // together, splat(op.factor)
+    first, last = together * (share * thread // threads), together * (share * (thread + 1) // threads)
+    for begin in range(0, rows, 4 * _MATRIX_ROWS):
+        n = min(4 * _MATRIX_ROWS, rows - begin)
+        begin_matrices(n)
+        x, out = block.buffers[op.x] + begin * stride, block.buffers[op.out] + begin * op.out_stride
+        rounded = half + begin * op.half_stride if half else half
+        for tile in range(first, last):
+            codes = op.codes + 32 * op.inputs * tile
+            if n <= _MATRIX_ROWS:
+                _sums_16(codes, steps, x, stride, sums)
+            elif n <= 2 * _MATRIX_ROWS:
+                _sums_32(codes, steps, x, stride, sums)
+            elif n <= 3 * _MATRIX_ROWS:
+                _sums_48(codes, steps, x, stride, sums)
+            else:
+                _sums_64(codes, steps, x, stride, sums)
+            for r in range(n):
+                to = out + r * op.out_stride, op.out_stride, rounded + r * op.half_stride if half else half
+                finish_tile((load(sums + 64 * r),), 1, *to, op.half_stride, tile, op.mode, op.bias, factor)
+    end_matrices()
+
+
 _multiply_f32 = _product_with(_sum_of(pair_f32, 128), 128)
 _multiply_bf16 = _product_with(_sum_of(pair_bf16, 64), 64)
 _multiply_f16 = _product_with(_sum_of(pair_f16, 64), 64)
@@ -394,7 +505,10 @@ def product(op, block, thread, threads):
     elif op.form == INT8:
         _multiply_int8(op, block, thread, threads)
     elif op.form == PAIRS:
-        _multiply_pairs(op, block, thread, threads)
+        if block.matrices and op.inputs % _MATRIX_INPUTS == 0:
+            multiply_matrices(op, block, thread, threads)
+        else:
+            _multiply_pairs(op, block, thread, threads)
     else:
         _multiply_uint4(op, block, thread, threads)
 
@@ -545,10 +659,20 @@ def _execute(pointer):
         wait()
 
 
+def _may_use_matrices() -> bool:
+    """Ask Linux for AMX's registers, which a process has to; return whether it may use them."""
+    arch_prctl, request_permission, registers = 158, 0x1023, 18
+    return bool(_has_matrices) and ctypes.CDLL(None).syscall(arch_prctl, request_permission, registers) == 0
+
+
+_MATRICES = _may_use_matrices()
+
+
 def run(block: NDArray[np.void]) -> None:
     """Execute a program on as many threads as torch has.
 
     Args:
         block: [1] of ``BLOCK``.
     """
+    block["matrices"] = _MATRICES
     run_on_threads(_execute, block.ctypes.data)

@@ -156,6 +156,9 @@ def test_a_row_has_the_same_bits_alone_and_in_company_and_on_any_number_of_threa
     for n in (1, 2, 3):
         with threads(n):
             assert torch.equal(multiply(tiles, x, torch.zeros(11, 160), mode), alone)
+    for rows in (16, 17, 33, 48, 63, 64, 65, 129, 150):  # around the rows that are multiplied together
+        some = torch.arange(rows) % 11
+        assert torch.equal(multiply(tiles, x[some], torch.zeros(rows, 160), mode), alone[some])
 
 
 def test_a_gated_product_is_silu_of_the_gate_times_the_factor() -> None:
