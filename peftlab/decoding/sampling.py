@@ -75,8 +75,10 @@ def probabilities(
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if temperature == 0:
         return torch.zeros_like(logits).scatter_(-1, argmax(logits)[..., None], 1.0)
-    # The largest logit is subtracted before the division, so that a tiny temperature cannot overflow.
-    probs = (logits - logits.amax(-1, keepdim=True)).div_(temperature).softmax(-1)
+    if temperature != 1:
+        # The largest logit is subtracted before the division, so that a tiny temperature cannot overflow.
+        logits = (logits - logits.amax(-1, keepdim=True)).div_(temperature)
+    probs = logits.softmax(-1)
     if top_p == 1:
         top_p = None  # else a sum rounded up to 1 would cut the tail
     if top_k is None and top_p is None:
@@ -145,15 +147,46 @@ def _check_settings(temperature: float, top_k: int | None, top_p: float | None) 
 
 
 def sample(probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """Draw one index per row, [..., V] -> [...], as argmax(p / E) with E ~ Exp(1) (the exponential form of Gumbel-max).
-
-    Rows need not sum to 1. An index of probability 0 is never drawn from a row that has any mass.
+    """Draw one index per row, [..., V] -> [...], by inversion: see ``index_at``.
 
     Args:
-        probs: [..., V], not negative.
+        probs: [..., V], not negative; rows need not sum to 1.
         generator: on the device of ``probs``.
     """
-    return argmax(probs / RandomSource(generator).exponentials(probs))
+    uniform = torch.rand(probs.shape[:-1], generator=generator, dtype=torch.float64, device=probs.device)
+    return index_at(probs, uniform)
+
+
+_BLOCK = 128  # indices whose sums are looked through first: so a row is read once, and its sum runs over few of them
+
+
+def index_at(probs: Tensor, uniform: Tensor) -> Tensor:
+    """Return the index at which a row's running sum first exceeds a share of its whole sum.
+
+    That is a draw from the rows if the shares are uniform in [0, 1). An index of probability 0 is never returned
+    for a row that has any mass. Sums are float64.
+
+    Args:
+        probs: [..., V], not negative; rows need not sum to 1. uniform: [...], float64.
+
+    Returns:
+        [...].
+    """
+    vocabulary = probs.shape[-1]
+    rows = F.pad(probs.reshape(-1, vocabulary), (0, -vocabulary % _BLOCK)).unflatten(-1, (-1, _BLOCK))
+
+    def place(masses: Tensor, at: Tensor) -> Tensor:
+        """Return the first place where the running masses [R, n] exceed ``at`` [R, 1], or, if rounded up, its limit."""
+        limit = torch.nextafter(masses[:, -1:], masses.new_zeros(()))
+        return torch.searchsorted(masses, torch.minimum(at, limit), right=True).clamp_max(masses.shape[-1] - 1)
+
+    masses = rows.sum(-1, dtype=torch.float64).cumsum(-1)
+    at = uniform.reshape(-1, 1) * masses[:, -1:]
+    block = place(masses, at)
+    before = F.pad(masses, (1, 0)).gather(-1, block)
+    inside = rows[torch.arange(len(rows), device=rows.device), block[:, 0]].cumsum(-1, dtype=torch.float64)
+    found = block * _BLOCK + place(inside, at - before)
+    return found.clamp_max(vocabulary - 1).reshape(uniform.shape)
 
 
 @dataclass
@@ -226,7 +259,9 @@ class RowRandomSource(RandomSource):
 
     def draw(self, probs: Tensor) -> Tensor:
         """Return one index per row: [b, ..., V] -> [b, ...], row i's from generator i."""
-        return torch.stack([sample(row, generator) for generator, row in zip(self.generators, probs, strict=True)])
+        shape, device = probs.shape[1:-1], probs.device
+        rows = [torch.rand(shape, generator=each, dtype=torch.float64, device=device) for each in self.generators]
+        return index_at(probs, torch.stack(rows))
 
     def exponentials(self, like: Tensor) -> Tensor:
         """Return exponential numbers [b, ...] (``RandomSource.exponentials``), row i's from generator i."""
@@ -295,6 +330,9 @@ def verify_chain(
     _check_shapes(target_probs, draft_probs, tokens)
     accept = acceptance_probability(_gather(target_probs[..., :-1, :], tokens), _gather(draft_probs, tokens))
     n_accepted = _count_leading(random.bernoulli(accept))
+    if not tokens.shape[-1]:  # as below, and nothing is copied
+        p = target_probs.squeeze(-2)
+        return n_accepted, random.draw(p / p.sum(-1, keepdim=True))
     # Nothing was drafted after the last token, so there the residual against a row of zeros is p.
     p = _gather_row(target_probs, n_accepted)
     q = _gather_row(F.pad(draft_probs, (0, 0, 0, 1)), n_accepted)

@@ -15,6 +15,7 @@ from peftlab.decoding.sampling import (
     RowRandomSource,
     acceptance_probability,
     argmax,
+    index_at,
     probabilities,
     residual,
     sample,
@@ -354,6 +355,19 @@ def test_sample_follows_the_distribution_and_never_draws_the_impossible():
     assert chi_square(counts, probs) < 16.3  # 0.999 quantile, 3 degrees of freedom
     assert torch.equal(sample(probs.expand(9, -1) * 40, torch.Generator().manual_seed(2)),
                        sample(probs.expand(9, -1), torch.Generator().manual_seed(2)))  # fmt: skip
+
+
+@given(
+    weights=st.lists(st.sampled_from([0, 0, 0, 1, 2, 5]), min_size=1, max_size=400).filter(any),
+    share=st.integers(0, 2**20 - 1),
+    scale=st.sampled_from([1.0, 2.0**-30, 2.0**40]),
+)
+def test_an_index_is_where_the_running_sum_exceeds_the_share(weights: list[int], share: int, scale: float) -> None:
+    exceeds = [sum(weights[: i + 1]) * 2**20 > share * sum(weights) for i in range(len(weights))]
+    probs = torch.tensor(weights, dtype=torch.float32) * scale
+    assert index_at(probs, torch.tensor(share / 2**20, dtype=torch.float64)) == exceeds.index(True)
+    last = max(i for i, weight in enumerate(weights) if weight)
+    assert index_at(probs, torch.tensor(1 - 2**-53, dtype=torch.float64)) == last
 
 
 def test_the_numbers_behind_a_draw_follow_the_exponential_law_down_to_the_smallest():
