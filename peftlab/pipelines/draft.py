@@ -430,24 +430,24 @@ def read_text(recipe: DraftRecipe) -> SourceText:
         prompts = read_prompt_ids(
             data.prompts, tokenizer, field=data.field, chat=data.chat, most=data.max_prompts, images=images
         )
-        if len(prompts) <= data.held_out:
-            raise PeftlabError(
-                f"data.held_out: {data.held_out} leaves none of {len(prompts)} prompts to train on; give more prompts "
-                "or hold out fewer"
-            )
     requests: list[Request] = []
     if data.replay is not None:
         requests = read_requests(data.replay, tokenizer, chat=data.chat, images=images)
-    if len(requests) == 1:
-        raise PeftlabError(f"{data.replay}: a single request cannot be both trained on and held out; give 2 or more")
     vocabulary = max(len(tokenizer), config.get_text_config(decoder=True).vocab_size)
     read = ((data.prompts, prompts), (data.replay, [[*request.prompt, *request.response] for request in requests]))
     for source, rows in read:
+        if len(rows) == 1:
+            raise PeftlabError(f"{source}: a single request cannot be both trained on and held out; give 2 or more")
         for number, ids in enumerate(rows, start=1):
             if wrong := [token for token in ids if token < 0 or vocabulary <= token < LIMIT]:
                 raise PeftlabError(
                     f"{source}: row {number} has token id {wrong[0]}; the target's vocabulary has {vocabulary:,} tokens"
                 )
+    if data.prompts is not None and len(prompts) <= data.held_out:
+        raise PeftlabError(
+            f"data.held_out: {data.held_out} leaves none of {len(prompts)} prompts to train on; give more prompts or "
+            "hold out fewer"
+        )
     lengths = [len(prompt) + data.max_new_tokens for prompt in prompts]
     lengths += [len(request.prompt) + len(request.response) for request in requests]
     check_room(lengths, limit, "the target's context; shorten the prompts or data.max_new_tokens")

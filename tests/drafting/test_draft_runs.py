@@ -333,6 +333,7 @@ class TestRefused:
             (["train.max_length=16"], "train.max_length; raise it"),
             (["train.packing=true"], "train.packing: a draft does not take it"),
             (["data.held_out=10"], "leaves none of 10 prompts"),
+            (["data.max_prompts=1"], "a single request cannot be both trained on and held out"),
             (["data.prompts=[]"], "no prompt in it"),
             (["method={name: medusa}"], "unknown method 'medusa'; one of lora"),
             (["method={name: lora, trunk: {r: 2}}"], "method.trunk: unknown key"),
