@@ -400,14 +400,12 @@ def visible_slots(starts: Sequence[int], below: Tensor) -> Tensor:
     return (offset < 0) | (inside & (offset < m))
 
 
-def additive_mask(visible: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+def additive_mask(visible: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a mask to add to attention scores: 0 where a slot is seen, the most negative number elsewhere.
 
     Args:
-        visible: booleans [b or 1, 1, n, end]; None, where all is seen, gives None. dtype: of the mask.
+        visible: booleans [b or 1, 1, n, end]. dtype: of the mask.
     """
-    if visible is None:
-        return None
     return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, torch.finfo(dtype).min)
 
 

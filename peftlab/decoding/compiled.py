@@ -16,13 +16,12 @@ from functools import partial
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
 from peftlab.decoding import kernels
 from peftlab.decoding.cache import Block, KVCache, Output, WholeBlock
-from peftlab.decoding.flat import FlatEngine, LayerStructure, Norm, Structure, fold_heads, softcap, unfold_heads
+from peftlab.decoding.flat import FlatEngine, LayerStructure, Norm, Structure, attend, softcap
 from peftlab.decoding.kernels import ADD, ATTEND, GATED, NORM, PRODUCT, ROTATE, STORE
 from peftlab.decoding.packed import Products
 from peftlab.decoding.tiled import LANES, TiledWeight, tile_linears
@@ -128,7 +127,7 @@ class CompiledEngine(FlatEngine):
         """Run some layers on the states [b, n, H] that enter them; see ``FlatEngine.run_layers``."""
         h = h.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
         whole = block.n <= MOST_TOKENS
-        masks = {} if whole else {window: self._mask(block, window) for window in self._windows}
+        spans = [] if whole else [self._spans(block, window) for window in self._windows]
         step = self._step(cache, block, h, whole)
         reported: list[Tensor] = []
         pending: list[int] = []  # instructions
@@ -157,10 +156,8 @@ class CompiledEngine(FlatEngine):
                     finish()
                     queries = step.buffers[_HEADS].view(*h.shape[:2], -1, self._dim)[:, :, : self._heads]
                     keys, values = cache.seen(i, block)
-                    scale, window = self._settings[i][0], self._windows[self._settings[i][1]]
-                    folded, mask = fold_heads(queries, self._kv_heads), masks[window]
-                    seen = F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=scale)
-                    step.give(_ATTENDED, unfold_heads(seen, block.n).flatten(0, 1))
+                    scale, sight = self._settings[i]
+                    step.give(_ATTENDED, attend(queries, keys, values, spans[sight], scale).flatten(0, 1))
                     pending.append(mlp - 1)
             if 2 * i + 1 not in skipped:
                 pending.extend(range(mlp, end))

@@ -556,11 +556,11 @@ class TransformersEngine:
         """Return the number of slots shown to the model: in a chain none past its limit, where it may have no mask."""
         return block.end if self.limit is None or block.tree else min(block.end, self.limit)
 
-    def _mask(self, block: Block) -> Tensor | dict[str, Tensor | None] | None:
+    def _mask(self, block: Block) -> Tensor | dict[str, Tensor]:
         # Always a tensor: without one, the library would derive a causal mask from its own idea of positions.
         everything = torch.ones(1, 1, block.n, block.end, dtype=torch.bool, device=self.device)
 
-        def mask(window: int | None) -> Tensor | None:
+        def mask(window: int | None) -> Tensor:
             visible = block.visible(window, self.device)
             visible = everything if visible is None else visible
             visible = visible.expand(len(block.starts), -1, -1, -1)

@@ -473,7 +473,7 @@ class FlatEngine:
         b, n, _ = h.shape
         heads, kv, dim = self._heads, self._kv_heads, self._dim
         rotations = {name: table.rotation(block, cache.capacity, self.device) for name, table in self._tables.items()}
-        masks = {w: self._mask(block, w) for w in {self._layers[i].window for i in layers}}
+        spans = {w: self._spans(block, w) for w in {self._layers[i].window for i in layers}}
         reported: list[Tensor] = []
         for i in layers:
             layer = self._layers[i]
@@ -487,7 +487,8 @@ class FlatEngine:
                 if layer.angles is not None:
                     rotate(x[:, :, : heads + kv], *rotations[layer.angles])
                 keys, values = cache.write(i, x[:, :, heads:].transpose(1, 2), block)
-                after = layer.out(self._attend(x[:, :, :heads], keys, values, masks[layer.window], layer), h)
+                seen = attend(x[:, :, :heads], keys, values, spans[layer.window], layer.scale, layer.cap)
+                after = layer.out(seen, h)
             h = after if 2 * i + 1 in skipped else layer.down(layer.up(h if self._parallel else after), after)
         return h, reported
 
@@ -527,21 +528,60 @@ class FlatEngine:
             h = h + F.embedding(positions, self._positions)
         return h
 
-    def _attend(self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, layer: _Layer) -> Tensor:
-        """Return attention of queries [b, n, heads, D] to keys and values [b, kv, end, D]: [b, n, heads * D]."""
-        folded = fold_heads(queries, keys.shape[1])
-        if layer.cap is None:
-            seen = F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=layer.scale)
-        else:
-            products = softcap(folded @ keys.mT * layer.scale, layer.cap)
-            products = products if mask is None else products + mask
-            seen = products.softmax(-1, dtype=torch.float32).to(values.dtype) @ values
-        return unfold_heads(seen, queries.shape[1])
-
-    def _mask(self, block: Block, window: int | None) -> Tensor | None:
-        mask = additive_mask(block.visible(window, self.device), self._dtype)
+    def _spans(self, block: Block, window: int | None) -> list[Span]:
+        """Return how the queries of a block attend in layers with a window: in parts, where they are many."""
+        visible = block.visible(window, self.device)
         groups = self._heads // self._kv_heads  # the queries of a group follow one another, see ``fold_heads``
-        return None if mask is None else mask.repeat(1, 1, groups, 1)
+        if visible is None:
+            return [Span(slice(0, block.n), slice(0, block.end), None)]
+        spans = []
+        for first in range(0, block.n, _TOGETHER):
+            queries, slots = slice(first, first + _TOGETHER), slice(0, block.end)
+            if block.n > _TOGETHER:
+                (seen,) = visible[:, :, queries].flatten(0, 2).any(0).nonzero(as_tuple=True)
+                slots = slice(int(seen[0]), int(seen[-1]) + 1)
+            mask = additive_mask(visible[:, :, queries, slots], self._dtype)
+            spans.append(Span(queries, slots, mask.repeat(1, 1, groups, 1)))
+        return spans
+
+
+_TOGETHER = 128  # queries of a head that attend at once: for a prompt's first ones its last slots are not multiplied
+
+
+@dataclass(frozen=True)
+class Span:
+    """Queries of a block that attend together.
+
+    Attributes:
+        queries: their places. slots: among which all are that they see.
+        mask: what is added to the scores of folded queries, [b or 1, 1, groups * n, slots]; None: nothing.
+    """
+
+    queries: slice[int, int, None]
+    slots: slice[int, int, None]
+    mask: Tensor | None
+
+
+def attend(
+    queries: Tensor, keys: Tensor, values: Tensor, spans: Sequence[Span], scale: float, cap: float | None = None
+) -> Tensor:
+    """Return attention of queries to keys and values, [b, n, heads * D].
+
+    Args:
+        queries: [b, n, heads, D]. keys, values: [b, kv, end, D]. spans: which attend together, in their order.
+        scale: of the scores. cap: c of c tanh(x / c) on them.
+    """
+    if len(spans) > 1:
+        parts = [(queries[:, s.queries], keys[:, :, s.slots], values[:, :, s.slots], [s]) for s in spans]
+        return torch.cat([attend(*part, scale, cap) for part in parts], 1)
+    folded, mask = fold_heads(queries, keys.shape[1]), spans[0].mask
+    if cap is None:
+        seen = F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=scale)
+    else:
+        products = softcap(folded @ keys.mT * scale, cap)
+        products = products if mask is None else products + mask
+        seen = products.softmax(-1, dtype=torch.float32).to(values.dtype) @ values
+    return unfold_heads(seen, queries.shape[1])
 
 
 @contextmanager

@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
+from peftlab.decoding.cache import Block
 from peftlab.decoding.decode import Fixed, StoppingCriteria, decode
 from peftlab.decoding.engines import build_engine
 from peftlab.decoding.measurements import acceptance_statistics
@@ -67,10 +68,12 @@ MODELS = {
 }
 
 
-def make(name):
+def make(name, **changes):
     kind, settings = MODELS[name]
     torch.manual_seed(0)
-    return with_biases(AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**SIZES, **settings)).eval())
+    return with_biases(
+        AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**SIZES, **{**settings, **changes})).eval()
+    )
 
 
 def with_biases(model):
@@ -191,3 +194,20 @@ def test_the_documented_table_is_what_is_built(name, target):
     assert table.keys() == MODELS.keys()
     batch = "one length at a time" if "one length at a time" in target.kind else "together"
     assert table[name] == (batch, "path by path" if "path by path" in target.kind else "one pass")
+
+
+@pytest.mark.parametrize("name", ["Llama", "Mistral with a sliding window", "Gemma 2", "GPT-2"])
+def test_a_long_prompt_has_the_logits_of_transformers(name):
+    """Its queries attend in parts, also those of rows of different lengths and behind a prompt that was read before."""
+    model = make(name, **{"n_positions" if name == "GPT-2" else "max_position_embeddings": 512})
+    engine, tokens = build_engine(model), torch.randint(3, 64, (2, 400), generator=torch.Generator().manual_seed(1))
+    assert engine.kind.startswith("flat")
+    with torch.inference_mode():
+        own = model(tokens).logits
+    cache, found = engine.new_cache(2, 400), torch.zeros_like(own)
+    for row, n in ((0, 3), (1, 70)):
+        found[row, :n] = engine.forward(cache, tokens[[row], :n], Block((0,), n, rows=(row,))).logits
+    rest = torch.stack([tokens[0, 3:333], tokens[1, 70:400]])
+    found[0, 3:333], found[1, 70:] = engine.forward(cache, rest, Block((3, 70), 330)).logits
+    for row, n in ((0, 333), (1, 400)):
+        torch.testing.assert_close(found[row, :n], own[row, :n], rtol=1e-3, atol=1e-3)

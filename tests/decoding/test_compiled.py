@@ -232,6 +232,17 @@ def test_logits_are_those_of_the_model(name: str) -> None:
     torch.testing.assert_close(read(compiled_engine(model), tokens), own, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("name", ["Llama", "Mistral"])
+def test_logits_of_a_long_prompt_are_those_of_the_model(name: str) -> None:
+    model = tiny(name, scale=1.0, max_position_embeddings=512)
+    tokens = torch.randint(101, (1, 300), generator=torch.Generator().manual_seed(3))
+    engine = compiled_engine(model)
+    with torch.inference_mode():
+        own = model(tokens).logits
+    logits = engine.forward(engine.new_cache(1, 300), tokens, Block((0,), 300)).logits
+    torch.testing.assert_close(logits, own, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_tokens_have_the_same_bits_alone_in_chains_and_in_batches(name: str) -> None:
     engine = compiled_engine(tiny(name))
