@@ -17,7 +17,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from peftlab.decoding.cache import Block, KVCache, Output, WindowedCache, right_padded, spans, visible_slots
+from peftlab.decoding.cache import (
+    Block,
+    KVCache,
+    Output,
+    PlacedBlock,
+    WindowedCache,
+    right_padded,
+    spans,
+    visible_slots,
+)
 from peftlab.decoding.decode import (
     DraftCandidate,
     Drafter,
@@ -235,14 +244,11 @@ class FeatureNetwork(Protocol):
         """Return the network's input for the target's states, [..., F] -> [..., H]."""
         ...
 
-    def advance(
-        self, cache: KVCache, tokens: Tensor, states: Tensor, block: Block, positions: Tensor, visible: Tensor | None
-    ) -> Tensor:
+    def advance(self, cache: KVCache, tokens: Tensor, states: Tensor, block: Block) -> Tensor:
         """Return the output of n rows for each of b sequences, [b, n, H], and store their keys and values.
 
         Args:
-            cache: of the network. tokens: [b, n]. states: [b, n, H]. block: slots of the rows. positions: [b or 1, n].
-            visible: which slots each row sees, [b or 1, 1, n, block.end]; None for all.
+            cache: of the network. tokens: [b, n]. states: [b, n, H]. block: slots and positions of the rows.
         """
         ...
 
@@ -440,7 +446,7 @@ class FeatureDrafter(StateDrafter[FeatureNetwork]):
 
         def following(x: Tensor, output: Output, drawn: int) -> Output:
             block = self._cache.block(slots, [start + drawn for start in starts], 1)
-            return self._output(self._advance(x[:, None], output.hidden, block))
+            return self._output(self.network.advance(self._cache, x[:, None], output.hidden, block))
 
         tokens, size = self.network.tokens, self.network.vocab_size
         known = None if tokens is None else (tokens, size)
@@ -454,17 +460,10 @@ class FeatureDrafter(StateDrafter[FeatureNetwork]):
             features = pad_sequence(parts, batch_first=True)
             ids = right_padded(tokens, features.shape[1]).to(features.device)
             block = self._cache.block([rows[i].slot for i in places], begins, features.shape[1])
-            states = self._advance(ids, self.network.fuse(features), block)
+            states = self.network.advance(self._cache, ids, self.network.fuse(features), block)
             last |= {i: row[len(x) - 1] for i, row, x in zip(places, states, parts, strict=True)}
         nothing = torch.zeros_like(next(iter(last.values())))  # for rows without a new state, whose budget is 0
         return torch.stack([last.get(i, nothing) for i in range(len(rows))])[:, None]
-
-    def _advance(self, tokens: Tensor, states: Tensor, block: Block) -> Tensor:
-        """Return the network's output for a block of chains, tokens [b, n] -> [b, n, H]."""
-        device = self.network.device
-        return self.network.advance(
-            self._cache, tokens, states, block, block.positions(device), block.visible(self.network.window, device)
-        )
 
     def _output(self, states: Tensor) -> Output:
         return Output(self.network.logits(states), states)
@@ -491,7 +490,8 @@ class FeatureDrafter(StateDrafter[FeatureNetwork]):
                 slots_behind = positions[:, None, :, None] - torch.arange(visible.shape[-1], device=device)
                 visible = visible & (slots_behind < self.network.window)
             states = states.gather(1, above[..., None].expand(-1, -1, wide))
-            states = self.network.advance(self._cache, tokens, states, block, positions, visible)
+            placed = PlacedBlock(block.starts, k, block.rows, of=block, at=positions, mask=visible)
+            states = self.network.advance(self._cache, tokens, states, placed)
             trees.add(*top_children(self.network.logits(states), self.width, self.network.tokens))
         drafted, parents = trees.best(budgets)
         return Proposal(drafted, parents=parents)

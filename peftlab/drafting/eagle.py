@@ -18,7 +18,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from peftlab.checkpoints.gguf import read_gguf, rotary_order, tokenizer_fields, write_gguf
 from peftlab.checkpoints.tensors import read_tensors, write_tensors
-from peftlab.decoding.cache import Block, KVCache, PlacedBlock
+from peftlab.decoding.cache import Block, KVCache
 from peftlab.decoding.flat import structure_of, without_torch_function
 from peftlab.decoding.packed import pack_linears
 from peftlab.drafting.acceptance import read_ranks
@@ -162,17 +162,14 @@ class EagleStep(nn.Module):
         features = features.to(self._first_norms.dtype)
         return self.fc(features if self._norm_features is None else self._norm_features(features))
 
-    def advance(
-        self, cache: KVCache, tokens: Tensor, states: Tensor, block: Block, positions: Tensor, visible: Tensor | None
-    ) -> Tensor:
+    def advance(self, cache: KVCache, tokens: Tensor, states: Tensor, block: Block) -> Tensor:
         """Return the outputs of rows, [b, n, H], and store their keys and values in the cache."""
         embedded = self._layer.embed(tokens, block)
         both = torch.stack((embedded, states.to(embedded.dtype)), 2)
         both = F.rms_norm(both, both.shape[-1:], eps=self._eps).mul_(self._first_norms)
-        rows = PlacedBlock(block.starts, block.n, block.rows, of=block, at=positions, mask=visible)
         residual = both[:, :, 1] if self._norm_before_residual else states
         with without_torch_function():
-            output, _ = self._layer.run_layers(cache, residual, rows, range(1), given=both.flatten(2))
+            output, _ = self._layer.run_layers(cache, residual, block, range(1), given=both.flatten(2))
             return self._layer.normed(output) if self._norm_output else output
 
     def logits(self, states: Tensor) -> Tensor:

@@ -393,16 +393,15 @@ class MtpStep(nn.Module):
         """Return the states as they are, in the layer's dtype."""
         return self.network.fuse(features)
 
-    def advance(
-        self, cache: KVCache, tokens: Tensor, states: Tensor, block: Block, positions: Tensor, visible: Tensor | None
-    ) -> Tensor:
+    def advance(self, cache: KVCache, tokens: Tensor, states: Tensor, block: Block) -> Tensor:
         """Return the outputs of rows, [b, n, H], and store their keys and values in the cache."""
+        visible = block.visible(self.window, self.device)
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             keys, values = cache.update(0, k, v, block)
             return F.scaled_dot_product_attention(q, keys, values, attn_mask=visible, enable_gqa=True)
 
-        return self.network.rows(tokens, states, positions, attend)
+        return self.network.rows(tokens, states, block.positions(self.device), attend)
 
     def logits(self, states: Tensor) -> Tensor:
         """Return the logits of ``tokens``, [..., H] -> [..., V_d]."""

@@ -59,15 +59,12 @@ def next_scores(network, features, drafted):
     cache, rows = KVCache(1, 1, 64), len(PROMPT) - 1
     block = cache.block([0], [0], rows)
     with torch.no_grad():
-        cpu = ids.device
         fused = network.fuse(features)[None]
-        state = network.advance(
-            cache, ids[:, 1 : rows + 1], fused, block, block.positions(cpu), block.visible(None, cpu)
-        )[:, -1:]
+        state = network.advance(cache, ids[:, 1 : rows + 1], fused, block)[:, -1:]
         for i in range(len(drafted)):
             block = cache.block([0], [rows + i], 1)
             token = ids[:, rows + 1 + i : rows + 2 + i]
-            state = network.advance(cache, token, state, block, block.positions(cpu), block.visible(None, cpu))
+            state = network.advance(cache, token, state, block)
         return network.logits(state)[0, 0].log_softmax(-1)
 
 

@@ -46,16 +46,12 @@ def fed_back(network, features, ids, read, steps):
     network = EagleStep(network, pack=False)
     cache, rows = KVCache(1, 1, 64), read - 1  # the last token read has no state yet
     block = cache.block([0], [0], rows)
-    device = ids.device
-    state = network.advance(
-        cache, ids[None, 1:read], network.fuse(features[None, :rows]), block, block.positions(device),
-        block.visible(None, device),
-    )[:, -1:]  # fmt: skip
+    state = network.advance(cache, ids[None, 1:read], network.fuse(features[None, :rows]), block)[:, -1:]
     outputs = [state]
     for k in range(1, steps):
         block = cache.block([0], [rows - 1 + k], 1)
         token = ids[None, rows + k : rows + k + 1]
-        state = network.advance(cache, token, state, block, block.positions(device), block.visible(None, device))
+        state = network.advance(cache, token, state, block)
         outputs.append(state)
     return torch.cat([network.logits(o)[0] for o in outputs])
 

@@ -129,8 +129,7 @@ def draft(network: Eagle3, features: Tensor, ids: Tensor, read: int, steps: int)
     for _ in range(steps):
         block = cache.block([0], [start], states.shape[1])
         tokens = ids[None, start + 1 : start + 1 + states.shape[1]]
-        device = ids.device
-        out = step.advance(cache, tokens, states, block, block.positions(device), block.visible(step.window, device))
+        out = step.advance(cache, tokens, states, block)
         start, states = start + states.shape[1], out[:, -1:]
         drafted.append(step.logits(states)[0, 0])
     return torch.stack(drafted)

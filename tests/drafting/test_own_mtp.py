@@ -159,7 +159,7 @@ def test_logits_are_those_of_the_family(name: str, place: Path, target: Any, net
 
 def test_a_step_of_training_is_a_drafted_token(target: Any, network: OwnMtp) -> None:
     ids = torch.randint(3, VOCAB, (1, 12), generator=torch.Generator().manual_seed(1))
-    hidden, cpu = forward_hidden(target, ids, torch.ones_like(ids))[-1], torch.device("cpu")
+    hidden = forward_hidden(target, ids, torch.ones_like(ids))[-1]
     step = MtpStep(network)
     with torch.no_grad():
         trained = list(unroll(network, hidden, ids, 3))
@@ -168,8 +168,7 @@ def test_a_step_of_training_is_a_drafted_token(target: Any, network: OwnMtp) -> 
             block = cache.block([0], [0], row + 1)
             for k in range(3):
                 tokens = ids[:, 1 : row + 2] if k == 0 else ids[:, row + 1 + k : row + 2 + k]
-                visible = block.visible(None, cpu)
-                state = step.advance(cache, tokens, state, block, block.positions(cpu), visible)[:, -1:]
+                state = step.advance(cache, tokens, state, block)[:, -1:]
                 torch.testing.assert_close(trained[k][:, row], state[:, 0], atol=1e-4, rtol=1e-3)
                 block = cache.block([0], [row + 1 + k], 1)
 
