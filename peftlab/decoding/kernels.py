@@ -665,7 +665,8 @@ def _may_use_matrices() -> bool:
     return bool(_has_matrices) and ctypes.CDLL(None).syscall(arch_prctl, request_permission, registers) == 0
 
 
-_MATRICES = _may_use_matrices()
+MATRICES = _may_use_matrices()
+"""Whether AMX multiplies weights in bfloat16."""
 
 
 def run(block: NDArray[np.void]) -> None:
@@ -674,5 +675,5 @@ def run(block: NDArray[np.void]) -> None:
     Args:
         block: [1] of ``BLOCK``.
     """
-    block["matrices"] = _MATRICES
+    block["matrices"] = MATRICES
     run_on_threads(_execute, block.ctypes.data)

@@ -161,6 +161,18 @@ def test_a_row_has_the_same_bits_alone_and_in_company_and_on_any_number_of_threa
         assert torch.equal(multiply(tiles, x[some], torch.zeros(rows, 160), mode), alone[some])
 
 
+@pytest.mark.parametrize("mode", [kernels.STORE, kernels.ADD, kernels.GATED])
+def test_amx_multiplies_what_vectors_do(mode: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not kernels.MATRICES:
+        pytest.skip("no AMX")
+    weight, bias = some_weight("rounded", 160, 3, seed=7), torch.randn(80, generator=torch.Generator().manual_seed(9))
+    tiles = tile("rounded", weight.split(80) if mode == kernels.GATED else [weight[:80]], bias)
+    x = torch.randn(70, 96, generator=torch.Generator().manual_seed(8))
+    by_amx = multiply(tiles, x, torch.ones(70, 160), mode)
+    monkeypatch.setattr(kernels, "MATRICES", False)
+    torch.testing.assert_close(multiply(tiles, x, torch.ones(70, 160), mode), by_amx, rtol=1e-4, atol=1e-4)
+
+
 def test_a_gated_product_is_silu_of_the_gate_times_the_factor() -> None:
     weight = some_weight("bf16", 2 * 24, 1, seed=5)  # each half ends within a tile
     x = torch.randn(3, 32, generator=torch.Generator().manual_seed(6)) * 5
