@@ -1,8 +1,8 @@
 """The compiled step: a decoder built as Llama is, run as one program of ``kernels.py`` instead of operations of torch.
 
-A layer is eight instructions over the same few buffers. They read every stored weight once for up to four rows, and the
-threads meet between two of them without returning to Python. So a step over one token takes as long as reading the
-weights from memory.
+A layer is eight instructions over the same few buffers. They read every stored weight once for up to four rows, with
+AMX for up to 64, and the threads meet between two of them without returning to Python. So a step over one token takes
+as long as reading the weights from memory.
 
 A token's numbers are the same bits whether it is read alone, after drafted tokens or as a node of a tree, up to
 ``MOST_TOKENS`` of a sequence at a time: every sum runs over its inputs, or over the tokens that it sees, in one order.

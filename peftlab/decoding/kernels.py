@@ -6,8 +6,8 @@ write memory by address: whoever makes a program (``compiled.py``) answers for t
 
 A vector operation is written out as LLVM's own, so the compiler reorders no sum. In a product the sixteen lanes are
 sixteen outputs, the inputs are added in one order, and several rows differ from one in nothing but how often a decoded
-weight is used. So a row's numbers are the same bits whatever rows it is computed with, on any number of threads. Where
-a CPU has AMX, that multiplies all weights in bfloat16, by one row as by many: its numbers are others, and as steady.
+weight is used. So a row's numbers are the same bits whatever rows it is computed with, on any number of threads. That
+holds for AMX, too, which multiplies bfloat16 weights where a CPU has it, whether by one row or by many.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from peftlab.decoding.tiled import BF16, F16, F32, INT8, LANES, PAIRS
 from peftlab.models.vectors import (
     ADDRESS,
     FLOATS,
+    NOTHING,
     WORDS,
     all_of,
     all_threads,
@@ -254,6 +255,14 @@ def silu(x):
 
 
 @njit
+def tiles_of(op, thread, threads):
+    """Return the first tile of a thread's share of a product, and the one behind its last; pairs stay together."""
+    together = 2 if op.mode == GATED else 1
+    share = op.tiles // together
+    return together * (share * thread // threads), together * (share * (thread + 1) // threads)
+
+
+@njit
 def finish_tile(totals, rows, out, stride, half, half_stride, tile, mode, bias, factor):
     """Store a tile's sums, of the first ``rows`` of ``totals``, where its outputs go."""
     for r in range(rows):
@@ -352,9 +361,8 @@ def _product_with(sum_chunk: Callable, step: int, unit: int = 4) -> Callable:
                 for k in range(0, 4 * size, 64):
                     added = plus(added, load(at + k))
                 put(sums + 4 * i, total(added))
-        together = 2 if mode == GATED else 1
-        share, zero = op.tiles // together, splat(np.float32(0))
-        first, last = together * (share * thread // threads), together * (share * (thread + 1) // threads)
+        zero = splat(np.float32(0))
+        first, last = tiles_of(op, thread, threads)
         for begin in range(0, rows, _ROWS):
             end = min(begin + _ROWS, rows)
             for tile in range(first, last):
@@ -389,21 +397,20 @@ def _product_with(sum_chunk: Callable, step: int, unit: int = 4) -> Callable:
 _REGISTERS = range(8)
 _MATRIX_ROWS, _MATRIX_INPUTS = 16, 32
 _SUMS_BYTES = 4 * _MATRIX_ROWS * 64
-_NOTHING = ir.Constant(ir.IntType(8).as_pointer(), None)
 
 
 def _assemble(builder: ir.IRBuilder, lines: list[str], values: list[ir.Value], changed: str = "") -> ir.Value:
-    """Write instructions of AMX, which LLVM optimises nothing of, and none where the CPU has no AMX.
+    """Write instructions of AMX, in which LLVM changes nothing; none where the CPU has no AMX.
 
     Args:
         builder: of LLVM. lines: in the syntax of AT&T. values: ``$0`` and so on in ``lines``. changed: other registers.
     """
     if _has_matrices:
-        word = ir.IntType(64)
         names = [*changed.split(), "memory", "flags", *(f"tmm{i}" for i in _REGISTERS)]
         constraints = ",".join(["r"] * len(values) + [f"~{{{name}}}" for name in names])
-        builder.asm(ir.FunctionType(ir.VoidType(), [word] * len(values)), "\n".join(lines), constraints, values, True)
-    return _NOTHING
+        kind = ir.FunctionType(ir.VoidType(), [value.type for value in values])
+        builder.asm(kind, "\n".join(lines), constraints, values, True)
+    return NOTHING
 
 
 @emits(types.int64)
@@ -415,16 +422,17 @@ def room_for_sums(builder):
 @emits(types.none, types.int64)
 def begin_matrices(builder, rows):
     """Set the registers' sizes for 1 to 64 rows."""
-    byte, size = ir.IntType(8), ir.IntType(64)
+    byte, eight_bytes = ir.IntType(8), ir.IntType(64)
     settings = ir.Constant(ir.ArrayType(byte, 64), [1] + 15 * [0] + 8 * [64, 0] + 32 * [0])  # of 64 bytes a row
-    at = builder.ptrtoint(cgutils.alloca_once(builder, settings.type), size)
+    at = builder.ptrtoint(cgutils.alloca_once(builder, settings.type), eight_bytes)
     builder.store(settings, builder.inttoptr(at, settings.type.as_pointer()))
-    before = builder.udiv(builder.sub(rows, size(1)), size(_MATRIX_ROWS))  # the last is behind so many whole ones
-    last = builder.sub(rows, builder.mul(before, size(_MATRIX_ROWS)))
+    # The last group of rows is behind so many whole ones.
+    before = builder.udiv(builder.sub(rows, eight_bytes(1)), eight_bytes(_MATRIX_ROWS))
+    last = builder.sub(rows, builder.mul(before, eight_bytes(_MATRIX_ROWS)))
     for i in _REGISTERS:
-        is_last = builder.icmp_unsigned("==", before, size(i)) if i != 5 else ir.IntType(1)(1)
-        count = builder.trunc(builder.select(is_last, last, size(_MATRIX_ROWS)), byte)
-        builder.store(count, builder.inttoptr(builder.add(at, size(48 + i)), byte.as_pointer()))
+        is_last = builder.icmp_unsigned("==", before, eight_bytes(i)) if i != 5 else ir.IntType(1)(1)
+        count = builder.trunc(builder.select(is_last, last, eight_bytes(_MATRIX_ROWS)), byte)
+        builder.store(count, builder.inttoptr(builder.add(at, eight_bytes(48 + i)), byte.as_pointer()))
     return _assemble(builder, ["ldtilecfg ($0)"], [at])
 
 
@@ -462,9 +470,8 @@ _sums_16, _sums_32, _sums_48, _sums_64 = (_matrix_sums(count) for count in (1, 2
 def multiply_matrices(op, block, thread, threads):
     """Compute this thread's share of the tiles of a product of bfloat16 numbers, for all rows, with AMX."""
     rows, steps, stride, sums = block.rows, op.inputs // _MATRIX_INPUTS, op.x_stride, room_for_sums()
-    half, together = buffer_of(block, op.half), 2 if op.mode == GATED else 1
-    share, factor = op.tiles // together, splat(op.factor)
-    first, last = together * (share * thread // threads), together * (share * (thread + 1) // threads)
+    half, factor = buffer_of(block, op.half), splat(op.factor)
+    first, last = tiles_of(op, thread, threads)
     for begin in range(0, rows, 4 * _MATRIX_ROWS):
         n = min(4 * _MATRIX_ROWS, rows - begin)
         begin_matrices(n)

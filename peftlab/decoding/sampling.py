@@ -330,7 +330,7 @@ def verify_chain(
     _check_shapes(target_probs, draft_probs, tokens)
     accept = acceptance_probability(_gather(target_probs[..., :-1, :], tokens), _gather(draft_probs, tokens))
     n_accepted = _count_leading(random.bernoulli(accept))
-    if not tokens.shape[-1]:  # as below, and nothing is copied
+    if not tokens.shape[-1]:  # the residual is p, as below, and no row is to be gathered
         p = target_probs.squeeze(-2)
         return n_accepted, random.draw(p / p.sum(-1, keepdim=True))
     # Nothing was drafted after the last token, so there the residual against a row of zeros is p.

@@ -36,6 +36,8 @@ class Lanes(types.Type):
 FLOATS = ir.VectorType(ir.FloatType(), LANES)
 WORDS = ir.VectorType(ir.IntType(32), LANES)
 LANES_TYPE = Lanes()
+NOTHING = ir.Constant(ir.IntType(8).as_pointer(), None)
+"""What a function without a result returns."""
 intrinsic: Compiled = extending.intrinsic
 ADDRESS = types.int64
 
@@ -69,9 +71,9 @@ def read(builder: ir.IRBuilder, address: ir.Value, kind: ir.Type, align: int) ->
 
 
 def write(builder: ir.IRBuilder, address: ir.Value, value: ir.Value) -> ir.Value:
-    """Store float32 numbers at an address, and return what a function without a result returns."""
+    """Store float32 numbers at an address."""
     builder.store(value, builder.inttoptr(address, value.type.as_pointer())).align = 4
-    return ir.Constant(ir.IntType(8).as_pointer(), None)
+    return NOTHING
 
 
 def call(builder: ir.IRBuilder, name: str, *values: ir.Value) -> ir.Value:
@@ -132,7 +134,7 @@ def prefetch(builder, address):
     kind = ir.FunctionType(ir.VoidType(), [pointer, one, one, one])
     ask = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
     builder.call(ask, [builder.inttoptr(address, pointer), one(0), one(3), one(1)])
-    return ir.Constant(pointer, None)
+    return NOTHING
 
 
 @emits(LANES_TYPE, ADDRESS)
@@ -214,7 +216,7 @@ def store_bf16(builder, address, value):
     up = builder.add(all_of(0x7FFF), builder.and_(builder.lshr(bits, all_of(16)), all_of(1)))
     rounded = builder.trunc(builder.lshr(builder.add(bits, up), all_of(16)), vector_of(ir.IntType(16)))
     builder.store(rounded, builder.inttoptr(address, rounded.type.as_pointer())).align = 2
-    return ir.Constant(ir.IntType(8).as_pointer(), None)
+    return NOTHING
 
 
 @emits(LANES_TYPE, ADDRESS)
@@ -259,7 +261,7 @@ def all_threads(builder):
 def wait(builder):
     """Wait until all threads are here."""
     _openmp(builder, "GOMP_barrier", ir.VoidType())
-    return ir.Constant(ir.IntType(8).as_pointer(), None)
+    return NOTHING
 
 
 _parallel = _functions["GOMP_parallel"]
