@@ -426,18 +426,18 @@ def filled(page: str, base: str, row: str, found: Mapping[str, Mapping[int, Meas
     return with_part(page, "ratios", _table(RATIOS, [[*key, *cells] for key, cells in ratios.items()]))
 
 
-def with_machine(page: str, key: tuple[str, str, str], measured: str, hours: float, read: str) -> str:
-    """Return the page with where a row was measured, and what that cost.
+def with_machine(page: str, base: str, row: str, where: Sequence[str]) -> str:
+    """Return the page with where a row was measured, and what that cost, in place of what it had.
 
     Args:
-        page: the page's text. key: the model's name and the steps, one of ``ROWS``, and the processor.
-        measured: when and with what. hours: core hours of all sides and seeds.
-        read: how many of the results peft's ``processing.py`` reads.
+        page: the page's text. base: the model's name and the steps. row: one of ``ROWS``.
+        where: the processor, when and with what, core hours of all sides and seeds, and how many of the results
+            peft's ``processing.py`` reads.
     """
-    where = {tuple(cells[:3]): cells[3:] for cells in rows_of_part(page, "where")}
-    where[key] = [measured, f"{hours:.1f}", read]
+    known = {tuple(cells[:2]): cells[2:] for cells in rows_of_part(page, "where")}
+    known[base, row] = [*where]
     head = ("base", "row", "CPU", "measured", "core hours", "results that `processing.py` reads")
-    return with_part(page, "where", _table(head, [[*key, *cells] for key, cells in where.items()]))
+    return with_part(page, "where", _table(head, [[*key, *cells] for key, cells in known.items()]))
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
@@ -593,8 +593,8 @@ def write_page(page: Path, checkout: Path, place: Path, row: tuple[str, str]) ->
     machine = f"{cpu.threads} thread{'s' * (cpu.threads > 1)}, {', '.join(cpu.features)}"
     hours = sum(one.total_seconds for of in found.values() for one in of.values()) * cpu.threads / 3600
     text = filled(page.read_text(), *row, found)
-    where = f"{datetime.date.today()}, {machine}, {versions(checkout)}"
-    page.write_text(with_machine(text, (*row, short_name(cpu)), where, hours, read))
+    measured_with = f"{datetime.date.today()}, {machine}, {versions(checkout)}"
+    page.write_text(with_machine(text, *row, [short_name(cpu), measured_with, f"{hours:.1f}", read]))
 
 
 if __name__ == "__main__":
