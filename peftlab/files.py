@@ -334,7 +334,7 @@ def locked(file: Path, path: str | Path, *, wait: float = 0.0) -> Iterator[bool]
         PeftlabError: another process holds it, or the file cannot be made.
     """
     made = [directory for directory in file.parents if not os.path.exists(directory)]
-    until = time.monotonic() + wait
+    until = time.monotonic() + max(wait, 0.2)  # ``is_locked`` of another process holds it for a moment
     try:
         while (opened := _open_locked(file, path)) is None:
             if time.monotonic() >= until:
@@ -748,6 +748,8 @@ def scratch_directory(place: Path, purpose: str) -> Iterator[Path]:
             left = re.compile(rf"{re.escape(STAGING_PREFIX + purpose)}-[0-9a-f]{{8}}-{re.escape(place.name)}")
             for path in place.parent.iterdir():
                 if left.fullmatch(path.name):
+                    if (path / "old").exists() and not os.path.lexists(place):  # killed between two renames
+                        os.replace(path / "old", place)
                     shutil.rmtree(path, ignore_errors=True)
         scratch = place.with_name(f"{STAGING_PREFIX}{purpose}-{secrets.token_hex(4)}-{place.name}")
         scratch.mkdir()

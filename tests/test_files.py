@@ -9,6 +9,7 @@ import resource
 import shutil
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -279,6 +280,41 @@ class TestWhatIsReplaced:
         with claimed(tmp_path / "r", RUN, overwrite=True) as claim:
             claim.begin()
         assert {path.name for path in (tmp_path / "r").rglob("*")} <= {"peftlab.json", LOCK}
+
+    def test_who_asks_whether_a_run_is_locked_refuses_no_start(self, tmp_path: Path) -> None:
+        run(tmp_path / "r")
+        file = tmp_path / "r" / LOCK
+        with locked(file, "r"):
+            assert is_locked(tmp_path / "r")
+        asking = os.open(file, os.O_RDWR | os.O_CREAT)
+        assert filelock.lock_descriptor(asking, blocking=False)
+        answered = threading.Timer(0.05, os.close, [asking])
+        answered.start()
+        with locked(file, "r"):
+            answered.join()
+
+    def test_a_kill_between_the_two_renames_loses_no_model(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        before = tree(model(tmp_path / "m"))
+        place, replace = tmp_path / "m", os.replace
+
+        def killed(source: Path, target: Path) -> None:
+            if Path(source).name == "new":
+                raise KeyboardInterrupt
+            if Path(source).name == "old":
+                return  # a process that is killed restores nothing
+            replace(source, target)
+
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(os, "replace", killed)
+            patch.setattr(shutil, "rmtree", lambda *given, **options: None)
+            with staged_directory(place, "model", overwrite=True) as staging:
+                (staging / "config.json").write_text("{}")
+        assert not place.exists()
+        with pytest.raises(RuntimeError), staged_directory(place, "model", overwrite=True):
+            raise RuntimeError
+        assert tree(place) == before
 
     def test_not_unasked(self, tmp_path: Path) -> None:
         with pytest.raises(PeftlabError, match="m exists already; choose another directory or pass --overwrite"):

@@ -13,7 +13,7 @@ import re
 import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from fnmatch import fnmatch
 from functools import partial
@@ -647,29 +647,33 @@ def unmerge_checkpoint(
 
 def _refuse_another_base(merged: Path, base: Path, changed: set[str]) -> None:
     """Raise ``PeftlabError`` unless what a merge did not change (all but ``changed``) has the base's values."""
-    merged_shards, base_shards = (
-        {key: shard for shard in open_shards(place) for key in shard.entries} for place in (merged, base)
-    )
-    compared = 0
-    for key, shard in base_shards.items():
-        if key in changed:
-            continue
-        # A merged key may carry the name of the body before it.
-        other = next(
-            (k for k in (key, *(k for k in merged_shards if k.endswith(f".{key}"))) if k in merged_shards), None
-        )
-        if other is None or other in changed:
-            continue
-        ours, theirs = merged_shards[other].read(other), shard.read(key)
-        if ours.dtype != theirs.dtype:  # of a merge to another dtype, unless one of them contains a quantiser's codes
-            if not all(one.is_floating_point() and one.element_size() > 1 for one in (ours, theirs)):
+    with ExitStack() as opened:
+        both = [open_shards(place) for place in (merged, base)]
+        for shard in chain(*both):
+            opened.callback(shard.close)
+        merged_shards, base_shards = ({key: shard for shard in shards for key in shard.entries} for shards in both)
+        compared = 0
+        for key, shard in base_shards.items():
+            if key in changed:
                 continue
-            theirs = theirs.to(ours.dtype)
-        if ours.shape != theirs.shape or ours.ne(theirs).any():
-            raise PeftlabError(f"{merged} was not made of {base}: {other} differs, and the merge did not change it")
-        compared += 1
-    if not compared and not changed & merged_shards.keys():
-        raise PeftlabError(f"{merged} was not made of {base}: they have no weights in common")
+            # A merged key may carry the name of the body before it.
+            other = next(
+                (k for k in (key, *(k for k in merged_shards if k.endswith(f".{key}"))) if k in merged_shards), None
+            )
+            if other is None or other in changed:
+                continue
+            ours, theirs = merged_shards[other].read(other), shard.read(key)
+            if (
+                ours.dtype != theirs.dtype
+            ):  # of a merge to another dtype, unless one of them contains a quantiser's codes
+                if not all(one.is_floating_point() and one.element_size() > 1 for one in (ours, theirs)):
+                    continue
+                theirs = theirs.to(ours.dtype)
+            if ours.shape != theirs.shape or ours.ne(theirs).any():
+                raise PeftlabError(f"{merged} was not made of {base}: {other} differs, and the merge did not change it")
+            compared += 1
+        if not compared and not changed & merged_shards.keys():
+            raise PeftlabError(f"{merged} was not made of {base}: they have no weights in common")
 
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
@@ -29,7 +30,7 @@ class Cost:
             again.
         kept_bytes: what forward keeps for backward, parameters apart, each storage once; of a run's largest step.
         optimizer_bytes: gradients and AdamW's averages of what trains.
-        kv_bytes_per_token: keys and values of one token in all layers; None for a model that does not generate.
+        kv_bytes_per_token: of one token's keys and values in all layers; None for a model without such a cache.
     """
 
     forward_flops: int
@@ -96,9 +97,15 @@ def _formulas() -> dict[object, Function[int]]:
     ) -> int:
         return sdpa_backward_flop_count(grad.shape, query.shape, key.shape, value.shape)
 
+    def grouped(left: Tensor, right: Tensor, *rest: object, **options: object) -> int:
+        """Of experts' products: each row of ``left`` meets the matrix of its group alone."""
+        groups = left.shape[0] if left.ndim == right.ndim == 3 else 1
+        return 2 * groups * left.shape[-2] * left.shape[-1] * right.shape[-1]
+
     return {
         **flop_registry,
         aten.addmm_: addmm_,
+        aten._grouped_mm: grouped,
         aten._scaled_dot_product_flash_attention_for_cpu: attention,
         aten._scaled_dot_product_flash_attention_for_cpu_backward: attention_backward,
     }
@@ -221,18 +228,41 @@ _LONG, _NEAR = 64, 16  # tokens
 
 
 def kv_bytes_per_token(model: nn.Module, width: int | None = None) -> int | None:
-    """Return the bytes of one token's keys and values in all layers; None for a model that does not generate.
+    """Return the bytes by which one more token makes the cache of keys and values grow, all layers together.
+
+    They are those of the cache that the model's own class fills, on tensors without memory.
 
     Args:
         width: bytes of a value; None: as the model's weights have.
+
+    Returns:
+        None for a model that does not generate, that has no such cache, or whose class does not run on shapes alone.
     """
     if not getattr(model, "can_generate", lambda: False)():
         return None
-    config = getattr(model, "config").get_text_config()  # noqa: B009
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    width = width or getattr(model, "dtype", torch.float32).itemsize
-    return 2 * int(config.num_hidden_layers) * int(heads) * int(size) * width
+    known = cast("PreTrainedModel", model)
+    try:
+        # The products of experts have shapes in bf16 alone, and eager attention looks into no mask.
+        with torch.device("meta"), torch.no_grad():
+            bare: PreTrainedModel = type(known)._from_config(
+                deepcopy(known.config), dtype=torch.bfloat16, attn_implementation="eager"
+            )
+            one, two = (_cached_values(bare.eval(), length) for length in (1, 2))
+    except Exception:  # any model's own code: a figure of the report must not end a run
+        return None
+    return (two - one) * (width or known.dtype.itemsize) or None
+
+
+def _cached_values(model: PreTrainedModel, length: int) -> int:
+    """Return the number of keys and values that the model keeps of ``length`` tokens, a decoder's of its own ones."""
+    ids = torch.zeros(1, length, dtype=torch.long)
+    given = (
+        {"input_ids": ids[:, :1], "decoder_input_ids": ids} if model.config.is_encoder_decoder else {"input_ids": ids}
+    )
+    cache = model(**given, use_cache=True).past_key_values
+    layers = getattr(cache, "self_attention_cache", cache).layers
+    kept = [getattr(layer, name, None) for layer in layers for name in ("keys", "values")]
+    return sum(tensor.numel() for tensor in kept if tensor is not None)
 
 
 def count_step(model: PreTrainedModel, batch_size: int, length: int) -> Cost:
@@ -260,12 +290,15 @@ def count_step(model: PreTrainedModel, batch_size: int, length: int) -> Cost:
         ids = torch.zeros(batch_size, length, dtype=torch.long)
         try:
             model.train()
-            return cast(Cost, torch.func.functional_call(step, tensors, (ids, tensors[f"model.{place}.weight"])))
+            found: tuple[int, int, int, int] = torch.func.functional_call(
+                step, tensors, (ids, tensors[f"model.{place}.weight"])
+            )
         except (TypeError, ValueError, RuntimeError, NotImplementedError) as error:
             name = type(model).__name__
             raise PeftlabError(f"costs: {name} cannot be run on embeddings of tokens alone: {reason(error)}") from error
         finally:
             model.train(was_training)
+    return Cost(*found, kv_bytes_per_token(model, 4))
 
 
 class _Step(nn.Module):
@@ -275,13 +308,13 @@ class _Step(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, ids: Tensor, embeddings: Tensor) -> Cost:
+    def forward(self, ids: Tensor, embeddings: Tensor) -> tuple[int, int, int, int]:
         meter = Meter(self.model, {})
         with meter.forward("step"):
             out = self.model(inputs_embeds=nn.functional.embedding(ids, embeddings))[0]
         with meter.backward("step"):
             out.sum().backward()
-        return Cost(*meter.known["step"], kv_bytes_per_token(self.model, 4))
+        return meter.known["step"]
 
 
 def _fakes(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -8,6 +8,7 @@ ranked by Welch's test, drafts compared in pairs on the same texts, and publishe
 from __future__ import annotations
 
 import math
+import re
 import statistics
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -529,4 +530,4 @@ def _published_row(values: dict[str, object], columns: list[str], tasks: Collect
 
 
 def _names_model(reference: str, model: str) -> bool:
-    return model in reference.lower()
+    return re.split(r"[/\\]", reference.lower())[-1] == model

@@ -684,7 +684,7 @@ class OneChoice(Answers):
     def encode(self, batch: Batch, tokenizer: PreTrainedTokenizerBase, max_length: int) -> dict[str, list[object]]:
         """Return a list of tokens for each choice, as a pair with the text before it if there is any.
 
-        ``length`` counts all choices of a row, padded to the longest.
+        ``tokens`` counts those of all choices of a row, ``length`` those with each choice padded to the longest.
         """
         choices = cast(list[list[str]], batch["text_pair"])
         ends = list(accumulate(map(len, choices), initial=0))
@@ -693,7 +693,8 @@ class OneChoice(Answers):
         texts = (before, after) if any(before) else (after,)
         tokens = tokenizer(*texts, truncation="longest_first", max_length=max_length, return_attention_mask=False)
         columns = {name: [values[a:b] for a, b in pairwise(ends)] for name, values in tokens.items()}
-        return {**columns, "length": [len(row) * max(map(len, row)) for row in columns["input_ids"]]}
+        counts = [[len(choice) for choice in row] for row in columns["input_ids"]]
+        return {**columns, "tokens": [*map(sum, counts)], "length": [len(row) * max(row) for row in counts]}
 
     def head(self) -> Attributes:
         """Return no options: the head gives one logit for each choice."""

@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from peftlab.errors import PeftlabError
 from peftlab.files import typed_value
 from peftlab.models.chunked_sum import chunked_sum, last_position
+from peftlab.models.costs import CountFlops, add_flops
 from peftlab.models.load import eval_mode, max_positions
 from peftlab.registry import resolve
 from peftlab.tasks.batches import Row, eval_batches, packed_rows, padding_or_end, seeded_order, seeded_subset
@@ -492,7 +493,9 @@ def head_logits(model: Unwrapped, hidden: Tensor) -> Tensor:
 def head_is_separable(model: Unwrapped) -> bool:
     """Return whether ``head_logits`` of the last states is what the model computes: tried once, then remembered."""
     if model not in _READS_HEAD:
-        _READS_HEAD[model] = _head_matches(model)
+        with CountFlops() as trial:
+            _READS_HEAD[model] = _head_matches(model)
+        add_flops(-trial.flops)  # no part of the step that is being counted
     return _READS_HEAD[model]
 
 

@@ -473,11 +473,14 @@ def _tokenise_marked(
         ids, trained = [*begin, *ids], [False] * len(begin) + trained
     if formatted.ends and tokenizer.eos_token_id is not None:
         ids, trained = [*ids, tokenizer.eos_token_id], [*trained, True]
-    trained[:1] = [False]  # nothing comes before the first token that could predict it
+    # Nothing comes before the first token that could predict it: its text is not scored either.
+    unscored = found["offset_mapping"][0][1] if trained[:1] == [True] and starts else 0
+    trained[:1] = [False]
     if not any(trained):
         raise PeftlabError(f"{where}: no token of this row is trained")
     marked = markers(tokenizer)
-    size = sum(len(_unmarked(formatted.text[first:end], marked).encode()) for first, end in formatted.spans)
+    scored = (formatted.text[max(first, unscored) : end] for first, end in formatted.spans)
+    size = sum(len(_unmarked(text, marked).encode()) for text in scored)
     shown = []
     for picture, (first, end) in zip(pictures, filled, strict=True):
         inside = [place for place, start in enumerate(starts) if first <= start < end]

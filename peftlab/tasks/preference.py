@@ -237,7 +237,8 @@ def encode_preferences(
         how: how rows become tokens.
 
     Returns:
-        For each side columns ``SIDE_ids`` and ``SIDE_trained`` (one per token), and ``length``, the tokens of both.
+        For each side columns ``SIDE_ids`` and ``SIDE_trained`` (one per token); ``tokens``, those of both sides, and
+        ``length``, those with both sides padded to the longer one.
 
     Raises:
         PeftlabError: as ``encode_preference``, or every row is too long; file and line are named.
@@ -251,7 +252,11 @@ def encode_preferences(
             kept.append([tokens for (tokens,) in sides])
     if not kept:
         raise PeftlabError(f"every example is longer than train.max_length, {how.max_length} tokens")
-    columns: dict[str, list[object]] = {"length": [sum(len(tokens.input_ids) for tokens in sides) for sides in kept]}
+    counts = [[len(tokens.input_ids) for tokens in sides] for sides in kept]
+    columns: dict[str, list[object]] = {
+        "tokens": [sum(each) for each in counts],
+        "length": [len(each) * max(each) for each in counts],
+    }
     for place, side in enumerate(SIDES):
         columns[f"{side}_ids"] = [sides[place].input_ids for sides in kept]
         columns[f"{side}_trained"] = [sides[place].trained for sides in kept]

@@ -129,7 +129,8 @@ class TrainingProblem:
 
     Attributes:
         model: the injected model; training puts the model with the best adapter in its place.
-        train: tokenised examples with a column ``length`` (tokens; an image counts 1).
+        train: tokenised examples with a column ``length`` (tokens; an image counts 1). Where an example has padding
+            inside, ``length`` counts it, and a column ``tokens`` does not.
         collate: rows to one padded batch of tensors, among them ``input_ids`` of shape [rows, longest], or of images
             alone ``pixel_values``.
         loss: (model, a batch) to the sum of the batch's losses, a scalar.

@@ -130,11 +130,7 @@ class StochasticAdamW(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Load the state; torch's own would round the averages to the parameters' bf16."""
         super().load_state_dict(state_dict)
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        for place, values in state_dict["state"].items():
-            parameter = parameters[place]
-            for key in ("exp_avg", "exp_avg_sq"):
-                self.state[parameter][key] = values[key].to(parameter.device, copy=True)
+        _keep_fp32(self, state_dict)
 
 
 # --- Orthogonalised steps.
@@ -158,6 +154,11 @@ class Muon(torch.optim.AdamW):
     ):
         super().__init__(groups, lr=lr, betas=betas, eps=eps)
         self._dtype = dtype
+
+    def load_state_dict(self, state_dict: StateDict) -> None:
+        """Load the state; torch's own would round the momenta to the parameters' bf16."""
+        super().load_state_dict(state_dict)
+        _keep_fp32(self, state_dict)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -192,6 +193,15 @@ def orthogonalise(matrix: Tensor, dtype: torch.dtype) -> Tensor:
         square = x @ x.mT
         x = torch.addmm(x, torch.addmm(square, square, square, beta=b, alpha=c), x, beta=a)
     return x if wide is matrix else x.mT
+
+
+def _keep_fp32(optimiser: torch.optim.Optimizer, state_dict: StateDict) -> None:
+    """Give each parameter the averages of ``state_dict`` that are in fp32 as they are."""
+    parameters = [parameter for group in optimiser.param_groups for parameter in group["params"]]
+    for place, values in state_dict["state"].items():
+        for key, value in values.items():
+            if isinstance(value, Tensor) and value.ndim and value.dtype == torch.float32:
+                optimiser.state[parameters[place]][key] = value.to(parameters[place].device, copy=True)
 
 
 def _seed_of(*parts: int) -> int:

@@ -311,6 +311,11 @@ class Trainer:
             scores = self.problem.evaluate(self.model)
         score = next(iter(scores.values()))[self.problem.deciding]
         progress = self.progress
+        if not math.isfinite(score):
+            raise PeftlabError(
+                f"the {self.problem.deciding} of the held-out examples is {score} after step {progress.step}; the "
+                "checkpoints of earlier steps are intact. train.precision=fp32 or a lower train.lr usually helps"
+            )
         progress.last_metrics = scores
         sign = 1 if self.problem.higher_is_better else -1
         if progress.best_score is None or sign * score > sign * progress.best_score:
@@ -382,6 +387,7 @@ def load_batches(
     """
     pinned = accelerator.device.type == "cuda"
     lengths = list(problem.train["length"])
+    tokens = list(problem.train["tokens"]) if "tokens" in problem.train.column_names else lengths
 
     def collated(indices: list[int]) -> dict[str, Tensor]:
         inputs = problem.batch(problem.train.__getitems__(indices))
@@ -394,7 +400,7 @@ def load_batches(
         return GlobalBatch(
             indices,
             [(int(bool(part)), collated(part or indices[:1])) for part in mine],
-            sum(lengths[i] for i in indices),
+            sum(tokens[i] for i in indices),
             sum(padded_tokens([lengths[i] for i in part], problem.row_tokens) for part in split),
         )
 
@@ -488,8 +494,8 @@ def make_optimiser(
 def lr_factor(step: int, total: int, warmup: float, kind: str) -> float:
     """Return the factor of the peak learning rate at optimiser step ``step`` (from 0) of ``total``.
 
-    Linear warm-up from 0 over ``warmup`` steps (a share of ``total`` if below 1, rounded up), then
-    ``constant``, ``linear`` decay to 0, or half a ``cosine`` to 0.
+    Linear warm-up from 0 over ``warmup`` steps (a share of ``total`` if below 1, rounded up, but never all of them),
+    then ``constant``, ``linear`` decay to 0, or half a ``cosine`` to 0.
 
     Args:
         step: the optimiser step, from 0.
@@ -497,7 +503,7 @@ def lr_factor(step: int, total: int, warmup: float, kind: str) -> float:
         warmup: steps of the warm-up, or a share of ``total`` if below 1.
         kind: ``constant``, ``linear`` or ``cosine``.
     """
-    ramp = math.ceil(warmup * total) if warmup < 1 else int(warmup)
+    ramp = min(math.ceil(warmup * total), total - 1) if warmup < 1 else int(warmup)
     if step < ramp:
         return step / ramp
     if kind == "constant":

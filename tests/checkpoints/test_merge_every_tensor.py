@@ -70,7 +70,9 @@ def test_tensors_that_the_class_does_not_read_are_copied(
     assert any("4 tensors of the base" in note and "mtp.fc" in note for note in report.notes)
     count = len(everything(base))
     assert report.accounts.line().startswith(f"{count} of {count} base tensors accounted for: ")
+    opened = len(os.listdir("/proc/self/fd"))
     unmerged = unmerge_checkpoint(tmp_path / "merged", tmp_path / "unmerged", base=base)
+    assert len(os.listdir("/proc/self/fd")) == opened
     assert everything(unmerged).keys() == everything(base).keys()
 
 

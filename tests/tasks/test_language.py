@@ -38,6 +38,7 @@ import peftlab
 from peftlab.drafting.target import forward_hidden
 from peftlab.errors import PeftlabError
 from peftlab.methods.inject import trainable_parameters
+from peftlab.models.costs import CountFlops
 from peftlab.pipelines.finetune import FinetuneResults
 from peftlab.pipelines.recipes import run
 from peftlab.tasks.conversations import Completion, Conversation, read_calls
@@ -173,6 +174,7 @@ class TestTokens:
         assert shown(tokens, tokenizer) == "cd</s>" and len(tokens.input_ids) == 6
         (plain,) = encode(Completion("", "abc", "x"), tokenizer, Encoding(500))
         assert shown(plain, tokenizer) == "bc</s>", "nothing predicts the first token"
+        assert (tokens.trained_bytes, plain.trained_bytes) == (2, 2), "its bytes do not count"
 
     def test_too_long(self, tokenizer) -> None:
         rows = [Completion("ab", "c" * 10, "a:1"), Completion("ab", "c" * 30, "a:2")]
@@ -333,6 +335,15 @@ def test_a_head_that_is_more_than_a_product_takes_plain_logits() -> None:
     for smoothing in (0.0, 0.1):
         found, wanted = (loss(model, inputs, label_smoothing=smoothing) for loss in (nll, plain))
         torch.testing.assert_close(found, wanted)
+
+
+def test_the_trial_of_the_lm_head_is_no_part_of_a_steps_cost() -> None:
+    model, flops = LlamaForCausalLM(LlamaConfig(**SMALL)), []
+    for _ in range(2):
+        with CountFlops() as counter:
+            nll(model, batch())
+        flops.append(counter.flops)
+    assert flops[0] == flops[1] > 0
 
 
 def test_scores_do_not_depend_on_the_batches(tokenizer) -> None:

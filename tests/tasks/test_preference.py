@@ -249,6 +249,13 @@ class TestRows:
         with pytest.raises(PeftlabError, match="every example is longer"):
             encode_preferences([asked], tokenizer, HOW)
 
+    def test_a_pairs_length_is_what_it_takes_in_a_batch(self, tokenizer) -> None:
+        found, _ = encode_preferences(ROWS, tokenizer, HOW)
+        for row in found:
+            batch = collate_pairs([row], pad=0)
+            assert batch["input_ids"].numel() == row["length"] >= row["tokens"] == int(batch["attention_mask"].sum())
+        assert any(row["length"] > row["tokens"] for row in found)
+
     def test_rows_without_an_answer_are_dropped_where_that_is_wanted(self, tmp_path: Path) -> None:
         rows = [{"prompt": "a", "chosen": "b", "rejected": "c"}] * 3 + [
             {"prompt": "a", "chosen": None, "rejected": "c"}

@@ -63,6 +63,10 @@ def test_schedule(kind, warmup, expected):
     assert [lr_factor(step, 4, warmup, kind) for step in range(5)] == pytest.approx(expected)
 
 
+def test_a_run_of_one_step_has_no_warm_up():
+    assert lr_factor(0, 1, 0.06, "linear") == 1.0
+
+
 @given(
     st.integers(1, 500),
     st.floats(0, 0.999) | st.integers(1, 600),
@@ -215,6 +219,13 @@ def test_muon_steps_matrices_as_torch_does_and_the_rest_by_adamw() -> None:
         return parameters
 
     settings = TrainConfig(lr=0.01, optimizer="muon", weight_decay=0.1)
+    rounded = {name: nn.Parameter(tensor.bfloat16()) for name, tensor in start.items()}
+    one, other = (make_optimiser(rounded, settings, {}) for _ in range(2))
+    rounded["layers.0.weight"].grad = gradients[0]["layers.0.weight"].bfloat16()
+    one.step()
+    other.load_state_dict(one.state_dict())
+    momenta = [of.state[rounded["layers.0.weight"]]["momentum"] for of in (one, other)]
+    assert momenta[1].dtype == torch.float32 and torch.equal(*momenta)
     mine = trained(lambda p: [make_optimiser(p, settings, {})])
     theirs = trained(
         lambda p: [
