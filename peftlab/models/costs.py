@@ -81,8 +81,8 @@ def add_flops(count: int) -> None:
 
 
 def _formulas() -> dict[object, Function[int]]:
-    """Return the FLOPs of operators by their arguments: torch's table, and what it lacks (2.13) for CPUs."""
-    from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+    """Return the FLOPs of operators by their arguments: torch's table, and what it lacks or counts otherwise."""
+    from torch.utils.flop_counter import flop_registry
 
     aten = torch.ops.aten
 
@@ -90,12 +90,13 @@ def _formulas() -> dict[object, Function[int]]:
         return 2 * left.shape[0] * left.shape[1] * right.shape[1]
 
     def attention(query: Tensor, key: Tensor, value: Tensor, *rest: object, **options: object) -> int:
-        return sdpa_flop_count(query.shape, key.shape, value.shape)
+        """Of query [b, h, n, d], and key and value [b, any, m, d] whose heads several of the query's may share."""
+        return 2 * query[..., 0].numel() * key.shape[-2] * (query.shape[-1] + value.shape[-1])
 
     def attention_backward(
         grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: object, **options: object
     ) -> int:
-        return sdpa_backward_flop_count(grad.shape, query.shape, key.shape, value.shape)
+        return 2 * query[..., 0].numel() * key.shape[-2] * (3 * query.shape[-1] + 2 * value.shape[-1])
 
     def grouped(left: Tensor, right: Tensor, *rest: object, **options: object) -> int:
         """Of experts' products: each row of ``left`` meets the matrix of its group alone."""
@@ -106,9 +107,15 @@ def _formulas() -> dict[object, Function[int]]:
         **flop_registry,
         aten.addmm_: addmm_,
         aten._grouped_mm: grouped,
-        aten._scaled_dot_product_flash_attention_for_cpu: attention,
-        aten._scaled_dot_product_flash_attention_for_cpu_backward: attention_backward,
+        **{getattr(aten, name): attention for name in _ATTENTION},
+        **{getattr(aten, f"{name}_backward"): attention_backward for name in _ATTENTION},
     }
+
+
+_ATTENTION = [
+    f"_scaled_dot_product_{kernel}_attention{device}"
+    for kernel, device in (("flash", "_for_cpu"), ("flash", ""), ("efficient", ""), ("cudnn", ""))
+]
 
 
 class KeptBytes:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from copy import deepcopy
 from dataclasses import asdict, dataclass, is_dataclass
-from functools import partial
+from functools import partial, reduce
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -569,7 +569,7 @@ def places(model: PreTrainedModel, keys: Iterable[str]) -> dict[str, Place | Non
     if all(key in state for key in keys):
         return {key: Place(key, key) for key in keys}
     from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, WeightRenaming, apply_renamings, rename_source_key
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
     transforms = get_model_conversion_mapping(model)
     renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
@@ -591,7 +591,8 @@ def places(model: PreTrainedModel, keys: Iterable[str]) -> dict[str, Place | Non
             merged = key.removeprefix(f"{prefix}.")
         found[key] = Place(full, merged)
         if pattern is not None:
-            found[key] = Place(full, merged, by_pattern[pattern], pattern, apply_renamings(key, renamings))
+            renamed = reduce(lambda name, renaming: renaming.rename_source_key(name)[0], renamings, key)
+            found[key] = Place(full, merged, by_pattern[pattern], pattern, renamed)
     return found
 
 
