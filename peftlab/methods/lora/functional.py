@@ -134,7 +134,9 @@ class LowRankLinear(Function):
         a_trains, b_trains = ctx.needs_input_grad[3:5]
         ctx.save_for_backward(x if a_trains else None, h if b_trains else None, a, b, keep)
         ctx.weight, ctx.scale, ctx.dropped, ctx.kernels = weight, scale, dropped, kernels
-        return y.addmm_(h, b.t(), alpha=scale)
+        # torch 2.11's compiler gives no gradient to an output that forward changes in place.
+        add = y.addmm if torch.compiler.is_compiling() else y.addmm_
+        return add(h, b.t(), alpha=scale)
 
     @staticmethod
     @once_differentiable
