@@ -17,11 +17,14 @@ os.environ["OMP_NUM_THREADS"] = os.environ.get("PEFTLAB_TEST_THREADS", "1")
 
 import pytest
 import torch
+from hypothesis import settings
 
 from peftlab.errors import PeftlabError
 from peftlab.references import locate
 from tests.packages import MINILM, REVIEWS, SMOLLM2
 
+settings.register_profile("any machine", deadline=None)  # however busy it is
+settings.load_profile("any machine")
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 # Files of more than some fifteen seconds.

@@ -31,6 +31,7 @@ from peftlab.files import (
     Mark,
     claimed,
     contains_path,
+    is_locked,
     locked,
     parse_json,
     read_json,

@@ -26,7 +26,7 @@ PIECES = [
 MODULES = [f"model.layers.{i}.self_attn.{x}_proj" for i in range(100) for x in "qkvo"]
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(st.lists(st.sampled_from(PIECES), min_size=1, max_size=6).map("".join))
 def test_what_matches_is_what_re_matches(pattern: str) -> None:
     with warnings.catch_warnings():

@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -224,7 +224,7 @@ def _retry_after(value: str | None) -> float | None:
             date = parsedate_to_datetime(value)
         except ValueError:
             return None
-        seconds = (date.replace(tzinfo=date.tzinfo or timezone.utc) - datetime.now(timezone.utc)).total_seconds()
+        seconds = (date.replace(tzinfo=date.tzinfo or UTC) - datetime.now(UTC)).total_seconds()
     return min(max(seconds, 0.0), _LONGEST_ASKED) if seconds == seconds else None
 
 

@@ -8,7 +8,7 @@ import shlex
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
@@ -256,7 +256,7 @@ def changed_keys(here: Mapping[str, object], there: Mapping[str, object]) -> dic
 def provenance(seed: int, data_fingerprint: str, processes: int, device: torch.device) -> dict[str, Json]:
     """Return the contents of ``provenance.json``."""
     return {
-        "created_at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "created_at": datetime.now(UTC).isoformat(timespec="seconds"),
         "launch": launch(),
         "command": [sys.argv[0].rpartition("/")[2], *sys.argv[1:]],
         "seed": seed,

@@ -160,7 +160,7 @@ def test_several_files_of_loralib_take_their_options(tmp_path: Path) -> None:
     assert CliRunner().invoke(app, [*command, *options], catch_exceptions=False).exit_code == 0
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     ranks=st.tuples(st.integers(1, 3), st.integers(1, 3)),
     weights=st.tuples(st.floats(-2, 2), st.floats(-2, 2)),

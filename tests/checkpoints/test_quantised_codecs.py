@@ -16,7 +16,7 @@ F = bitsandbytes.functional
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 dtypes = st.sampled_from(DTYPES)
-fuzz = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
+fuzz = settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
 
 
 @st.composite

@@ -30,7 +30,7 @@ def join(header: str | dict[str, Any], data: bytes) -> bytes:
     return len(text).to_bytes(8, "little") + text + data
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.dictionaries(
         st.text(min_size=1, max_size=6),
@@ -106,7 +106,7 @@ def test_broken_files_are_refused_by_name(tmp_path: Path, case: str) -> None:
         read_header(path)
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=400, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_mutated_headers_never_get_through(tmp_path: Path, data: st.DataObject) -> None:
     """Whatever is done to a header: either it is refused, or the library agrees with what was read."""

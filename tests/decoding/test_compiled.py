@@ -119,7 +119,7 @@ def threads(n: int) -> Iterator[None]:
     with_bias=st.booleans(),
     seed=st.integers(0, 2**31),
 )
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_products_are_those_of_the_stored_numbers(
     form: str, outputs: int, groups: int, rows: int, with_bias: bool, seed: int
 ) -> None:

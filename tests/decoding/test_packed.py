@@ -77,7 +77,7 @@ def restored(blocks: CodedWeight) -> Tensor:
     rows=st.integers(1, 4),
     seed=st.integers(0, 2**31),
 )
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_blocks_are_found_and_multiply_as_the_weight(
     bits: int, outputs: int, groups: int, rows: int, seed: int
 ) -> None:

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from peftlab.decoding import sampled_trees, sampling
@@ -281,7 +281,6 @@ def test_ties_among_many_tokens_go_to_the_lowest_indices():
     assert probabilities(torch.zeros(10_000), top_p=2.5e-4).nonzero().flatten().tolist() == [0, 1, 2]
 
 
-@settings(deadline=None)
 @given(ROWS, st.integers(1, 8), st.floats(0.01, 0.99))
 def test_top_p_keeps_the_fewest_tokens_that_reach_it_within_top_k(row, k, top_p):
     logits = torch.tensor(row, dtype=torch.float64)
@@ -294,7 +293,6 @@ def test_top_p_keeps_the_fewest_tokens_that_reach_it_within_top_k(row, k, top_p)
     torch.testing.assert_close(probs[kept], cut[kept] / mass, rtol=1e-12, atol=0)
 
 
-@settings(deadline=None)
 @given(st.lists(ROWS.map(lambda row: [round(x / 8) for x in row * 8][:8]), min_size=1, max_size=3),
        st.integers(1, 9) | st.none(), st.floats(0.01, 1))  # fmt: skip
 def test_of_equal_tokens_at_the_cut_the_first_are_kept(rows, k, top_p):

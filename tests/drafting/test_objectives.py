@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from peftlab.decoding.theory import acceptance_floor_from_kl, acceptance_range_from_jsd, acceptance_rate
@@ -109,7 +109,6 @@ def test_the_hybrid_moves_from_kl_to_tv_as_acceptance_grows():
     torch.testing.assert_close(gradient(lk_hybrid, target, between), mixed, rtol=1e-10, atol=1e-14)
 
 
-@settings(deadline=None)
 @given(st.integers(0, 10_000), st.integers(2, 20), st.floats(0.01, 8))
 def test_identities_and_bounds(seed, vocab, scale):
     target, draft = logits(4, vocab, seed, scale)

@@ -104,7 +104,7 @@ def test_too_long() -> None:
         check_room([10, 12, 11], 10, "the context")
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.tuples(st.integers(1, 6), st.integers(1, 6)), min_size=1, max_size=5))
 def test_masks_cover_the_continuation_alone_even_where_padding_is_eos(sizes: list[tuple[int, int]]) -> None:
     from peftlab.tasks.prompts import Request

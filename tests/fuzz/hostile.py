@@ -38,7 +38,7 @@ def drawn(strategy: st.SearchStrategy[Any], rng: random.Random) -> Any:
     found: list[Any] = []
 
     @hypothesis.seed(rng.getrandbits(32))
-    @hypothesis.settings(max_examples=3, database=None, deadline=None, phases=[hypothesis.Phase.generate])
+    @hypothesis.settings(max_examples=3, database=None, phases=[hypothesis.Phase.generate])
     @hypothesis.given(strategy)
     def take(value: Any) -> None:
         found.append(value)

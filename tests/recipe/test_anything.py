@@ -45,7 +45,7 @@ bare = {"model": "a", "task": "glue/cola", "output_dir": "b"}
 bare_draft = {"kind": "draft", "target": "a", "draft": "b", "data": {"prompts": ["c"]}, "output_dir": "d"}
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(
     document=st.dictionaries(keys, values, max_size=6).map(lambda more: bare | more)
     | st.dictionaries(keys, values, max_size=4).map(lambda more: bare_draft | more)
@@ -66,7 +66,6 @@ def test_a_recipe_or_one_message(document: object, changes: list[str]) -> None:
             assert isinstance(recipe, tuple(KINDS.values()))
 
 
-@settings(deadline=None)
 @given(text=st.text(max_size=60))
 def test_any_text_as_a_file(text: str) -> None:
     with tempfile.TemporaryDirectory() as folder:

@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from peftlab.recipe import library
@@ -71,7 +71,6 @@ recipes = st.fixed_dictionaries(
 ).map(FinetuneRecipe.model_validate)
 
 
-@settings(deadline=None)
 @given(
     recipe=recipes,
     header=st.text(st.characters(categories=["L", "N", "P", "S", "Z"], include_characters="\n"), max_size=40),

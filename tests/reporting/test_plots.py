@@ -16,7 +16,7 @@ from peftlab.reporting.pages import MAX_POINTS, Curve, Line, line_plot, read_his
 VALUES = st.floats(-1e6, 1e6, allow_nan=False)
 
 
-@settings(max_examples=30, deadline=None)  # each of thousands of points
+@settings(max_examples=30)  # each of thousands of points
 @given(st.integers(1, 12 * MAX_POINTS), st.randoms(use_true_random=False))
 def test_thinning_keeps_the_sum_the_range_and_the_order(length: int, random) -> None:
     values = [random.uniform(-5, 5) for _ in range(length)]

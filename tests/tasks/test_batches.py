@@ -7,7 +7,7 @@ from itertools import chain
 import pytest
 import torch
 import transformers
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
@@ -26,7 +26,6 @@ def test_the_order_is_the_same_on_every_machine():
     assert seeded_order(8, 0, 0) == [3, 2, 1, 6, 0, 7, 4, 5]
 
 
-@settings(deadline=None)
 @given(LENGTHS, SIZES)
 def test_evaluation_takes_the_longest_first(lengths, batch_size):
     batches = eval_batches(lengths, batch_size)

@@ -18,7 +18,7 @@ from pyarrow import parquet
 from peftlab.errors import PeftlabError
 from peftlab.tasks.data import read_table
 
-FUZZ = settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+FUZZ = settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 SUFFIXES = st.sampled_from(["csv", "tsv", "jsonl", "json", "parquet", "csv.gz", "tsv.gz", "jsonl.gz", "json.gz"])
 TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=12)
 CELLS = TEXT.filter(lambda text: "\r" not in text and "\n" not in text and "\t" not in text)

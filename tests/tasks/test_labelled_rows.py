@@ -119,7 +119,6 @@ def test_the_held_out_split_is_stratified_exact_and_seeded(tmp_path):
     assert len(fewer.splits["train"]) == 5 and fewer.left_out == {"beyond data.max_train_examples": 19}
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.integers(0, 4), min_size=2, max_size=60),
     st.integers(0, 2**40),
@@ -537,7 +536,7 @@ def test_labels_that_the_model_does_not_have(tmp_path: Path) -> None:
         load_rows("multilabel", tmp_path, "text,a,c\nx,1,0\n", ("a", "b"), text=["text"], labels=["a", "c"])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(st.tuples(st.sets(st.integers(0, 3)), st.sets(st.integers(0, 3))), min_size=1, max_size=20))
 def test_scores_of_label_sets_are_those_of_scikit_learn(pairs: list[tuple[set[int], set[int]]]) -> None:
     kind = answers("text/multilabel", ("a", "b", "c", "d"))
@@ -616,7 +615,7 @@ def test_entities_of_each_scheme(tags: str, found: list[tuple[str, int, int]]) -
     assert entities(tags.split()) == found
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(st.sampled_from(["O", *(f"{p}-{t}" for p in "BIES" for t in ("X", "Y-Z"))]), max_size=9))
 def test_entities_are_those_of_seqeval(tags: list[str]) -> None:
     seqeval = pytest.importorskip("seqeval.metrics.sequence_labeling", reason="seqeval is not installed")

@@ -130,7 +130,7 @@ class TestAnswers:
         with pytest.raises(PeftlabError, match="no assistant turn"):
             answers(TURNS[:2], form(CHATML), MARKERS)
 
-    @settings(max_examples=50, deadline=None)
+    @settings(max_examples=50)
     @given(st.lists(st.text(st.characters(categories=["L", "N", "Zs"]), min_size=1), min_size=1, max_size=4))
     def test_what_is_trained_is_what_the_model_would_write(self, texts: list[str]) -> None:
         turns = [

@@ -50,7 +50,6 @@ def test_hand_worked_cases():
     assert found["pearson"] == pytest.approx(stats.pearsonr([0.1, 0.2, 0.9], [1, 5, 2]).statistic)
 
 
-@settings(deadline=None)
 @given(PAIRS)
 def test_agreement_with_scikit_learn(pairs):
     answers, truth = map(list, zip(*pairs, strict=True))
@@ -62,7 +61,6 @@ def test_agreement_with_scikit_learn(pairs):
     )
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(-50, 50), st.integers(0, 50)), min_size=1, max_size=40))
 def test_correlations_are_finite_and_agree_with_scipy(pairs):
     answers, truth = ([value / 10 for value in column] for column in zip(*pairs, strict=True))
@@ -135,7 +133,7 @@ def examples(truth):
     return Dataset.from_dict({"text": [f"text {i}" for i in range(len(truth))], "label": truth})
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(answered())
 def test_scores_by_class_are_those_of_scikit_learn(case):
     truth, logits = case

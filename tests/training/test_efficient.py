@@ -248,7 +248,7 @@ def chosen_run(rounds, score, keep=0.5, total=100):
     return selection, chosen, batches
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(st.floats(0.02, 0.98), st.integers(0, 99), st.integers(0, 9))
 def test_the_random_share_is_exact_and_a_function_of_seed_and_epoch(keep, seed, epoch):
     values = options("random", keep)

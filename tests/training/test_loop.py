@@ -239,3 +239,11 @@ def test_a_trained_model_is_in_eval_mode(model, rows, tmp_path):
     inputs.pop("labels")
     with torch.no_grad():
         assert torch.equal(problem.model(**inputs).logits, problem.model(**inputs).logits)
+
+
+def test_a_score_that_is_not_finite_stops_the_run(still, rows, tmp_path):
+    def change(problem):
+        problem.score = lambda model: {"validation": {problem.deciding: float("nan")}}
+
+    with pytest.raises(PeftlabError, match="of the held-out examples is nan after step 1; the checkpoints of earlier"):
+        tiny.fit(tiny.recipe(still, rows, tmp_path, max_steps=2, eval_every=1), tmp_path, change)

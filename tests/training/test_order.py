@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from peftlab.errors import PeftlabError
@@ -46,7 +46,6 @@ def test_padding_by_hand():
     assert padded_tokens([], 0) == 0
 
 
-@settings(deadline=None)
 @given(LENGTHS, st.integers(1, 300), st.integers(0, 2**32), st.integers(0, 50))
 def test_a_budget_holds_and_every_example_comes_once(lengths, budget, seed, epoch):
     batches = token_batches(lengths, budget, seed=seed, epoch=epoch)
@@ -68,7 +67,6 @@ def test_a_budget_is_used_well():
     assert batches != token_batches(lengths, 2048, seed=1, epoch=0)
 
 
-@settings(deadline=None)
 @given(LENGTHS, st.floats(0.1, 4), st.none() | st.integers(60, 200), st.integers(0, 9))
 def test_any_start_gives_the_rest_of_the_run(lengths, epochs, budget, start):
     run = order(lengths, epochs=epochs, max_tokens=budget)
@@ -113,7 +111,6 @@ def test_long_runs_start_at_once():
     assert len(list(islice(run.batches(999_998), 5))) == 2
 
 
-@settings(deadline=None)
 @given(MAYBE_NONE, SIZES, SEEDS, st.integers(0, 50))
 def test_an_epoch_holds_every_example_once(lengths, batch_size, seed, epoch):
     batches = epoch_batches(lengths, batch_size, seed=seed, epoch=epoch)
@@ -161,7 +158,6 @@ def test_equal_lengths_do_not_keep_their_neighbours():
     assert np.mean(gaps) == pytest.approx(640 / 3, rel=0.15)  # of independent uniform draws
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(), max_size=70), st.integers(1, 12))
 def test_shares_of_a_batch(batch, parts):
     shares = split_batch(batch, parts)
@@ -171,7 +167,6 @@ def test_shares_of_a_batch(batch, parts):
     assert max(sizes) - min(sizes) <= 1 and sizes == sorted(sizes, reverse=True)
 
 
-@settings(deadline=None)
 @given(SHORT, st.integers(40, 90), st.integers(1, 9), st.none() | st.integers(40, 300), st.integers(0, 9))
 def test_every_example_once_in_batches_of_whole_bins(lengths, capacity, size, budget, epoch):
     def made(values):
@@ -191,7 +186,6 @@ def test_every_example_once_in_batches_of_whole_bins(lengths, capacity, size, bu
             assert len(batch) < 2 * size
 
 
-@settings(deadline=None)
 @given(SHORT, st.integers(0, 90), st.integers(1, 6))
 def test_rows_and_parts(lengths, capacity, parts):
     rows = packed_rows(lengths, capacity)
