@@ -686,7 +686,9 @@ def _hide(model: nn.Module, others: dict[str, Stored]) -> None:
 # A name, resolved at the call: checkpoints/ imports methods/. This is the one place that names a package above its own.
 _WRITER = "peftlab.checkpoints.adapter:save_adapter"
 # Options of transformers' that make no difference for an adapter's one small file.
-_HARMLESS = {"max_shard_size", "safe_serialization", "save_original_format", "save_peft_format", "token"}
+_HARMLESS = {
+    "max_shard_size", "safe_serialization", "save_function", "save_original_format", "save_peft_format", "token",
+}  # fmt: skip
 
 
 class SavePretrained:
@@ -711,7 +713,8 @@ class SavePretrained:
         Args:
             is_main_process: False writes nothing.
             state_dict: values to write in place of the model's own, as a Trainer gathers them from many processes.
-            options: transformers' other options; those that would change what is written are refused.
+            options: transformers' other options; those that would change what is written are refused. As there,
+                ``save_function`` is not called: safetensors writes the file.
 
         Raises:
             PeftlabError: as ``save_adapter``; or an option that an adapter directory cannot honour.
