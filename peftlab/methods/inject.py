@@ -192,6 +192,22 @@ def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
+def adapter_state(model: nn.Module) -> dict[str, Tensor]:
+    """Return what a file of the active adapter contains, by name, in the model's order.
+
+    That is every parameter that was injected, also one that was frozen since, and any other that requires a gradient.
+
+    Args:
+        model: injected.
+    """
+    injection = injection_of(model)
+    injected = {id(p) for name in injection.replaced for p in added_parameters(model.get_submodule(name)).values()}
+    injected |= {id(model.get_parameter(name)) for name in injection.originals.keys() - set(injection.frozen)}
+    # Tensors of other adapters are children of the leaves.
+    injected -= {id(p) for held in model.modules() if isinstance(held, StoredTensors) for p in held.parameters()}
+    return {name: p for name, p in model.named_parameters() if p.requires_grad or id(p) in injected}
+
+
 def count_parameters(model: nn.Module) -> tuple[int, int]:
     """Return (trainable, all) parameter counts; shared parameters count once, 4-bit ones by their weights."""
     sizes = [(elements(parameter), parameter.requires_grad) for parameter in model.parameters()]

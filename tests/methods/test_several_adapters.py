@@ -155,6 +155,30 @@ def test_a_frozen_part_of_an_adapter_stays_frozen(stored):
     assert list(peftlab.trainable_parameters(model)) == expected
 
 
+@pytest.mark.parametrize("name", ["plain", "dora", "whole", "words", "houlsby", "bitfit"])
+def test_a_frozen_adapter_is_saved_whole(name, stored, tmp_path):
+    """Freezing after training loses nothing, of the active adapter and of one that was active before."""
+    model = loaded(stored, name)
+    parts = {key: p for key, p in peftlab.trainable_parameters(model).items() if not key.endswith("lora_B")}
+    expected = load_file(stored[name][0] / "adapter_model.safetensors")
+
+    def saved(where: str, **options: Any) -> None:
+        ours = load_file(peftlab.save_adapter(model, tmp_path / where, **options) / "adapter_model.safetensors")
+        assert ours.keys() == expected.keys()
+        assert all(torch.equal(ours[key], expected[key]) for key in ours)
+
+    for parameter in parts.values():
+        parameter.requires_grad_(False)
+    saved("partly")
+    model.requires_grad_(False)
+    saved("active")
+    saved("given", state_dict=model.state_dict())
+    peftlab.inject(model, LoraConfig(r=2), name="another")
+    saved("stored", name=name)
+    peftlab.load_adapter(model, tmp_path / "stored", name=name)  # fills what is there, frozen or not
+    assert torch.equal(logits(model, batch("bert")), stored[name][1])
+
+
 def test_any_of_them_is_saved(stored, tmp_path):
     model = loaded(stored, *CONFIGS)
     before = traces(model)
