@@ -8,7 +8,7 @@ active is called ``q_proj.lora_A.NAME`` while it is not: part of the state dict,
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from os import PathLike
@@ -30,9 +30,10 @@ from peftlab.methods.base import (
     like_adapted,
 )
 from peftlab.methods.config import METHODS, PEFT_IGNORED, MethodConfig, config_class, own_config
+from peftlab.models.architectures import embeddings_of
 from peftlab.models.quantised import elements, is_coded, keep_layout
 from peftlab.registry import resolve
-from peftlab.untyped import Attributes
+from peftlab.untyped import Attributes, Function
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 DEFAULT = "default"  # the name of an adapter that was given none, as in peft
@@ -41,7 +42,6 @@ BASE = "__base__"  # the base model among the adapters of a batch's rows, as in 
 _ACTIVE = "peftlab_injection"
 _OTHERS = "peftlab_others"
 _CHANGING = "peftlab_changing"
-_SAVE = "save_pretrained"
 
 
 class PeftConfig(Protocol):
@@ -54,10 +54,10 @@ class PeftConfig(Protocol):
 def inject(model: ModelT, config: MethodConfig | PeftConfig, *, name: str = DEFAULT) -> ModelT:
     """Put ``config``'s method into ``model`` in place and return it; only the adapter requires a gradient.
 
-    The model keeps its class, its forward and the names of its parameters. The instance has one new attribute, until
-    ``merge`` or ``remove``: its ``save_pretrained`` writes the adapter directory (``SavePretrained``). Injection is
-    all or nothing: on an error the model is as it was. A model on the meta device is planned and counted like any
-    other.
+    The model keeps its class, its forward and the names of its parameters. The instance has two new attributes, until
+    ``merge`` or ``remove``: its ``save_pretrained`` writes the adapter directory (``SavePretrained``), and its
+    ``resize_token_embeddings`` refuses to lose an adapter (``ResizeTokenEmbeddings``). Injection is all or nothing: on
+    an error the model is as it was. A model on the meta device is planned and counted like any other.
 
     Args:
         config: of a method; or peft's ``LoraConfig``, whose task type says whether the task head trains.
@@ -406,8 +406,9 @@ def loaded_adapters(model: nn.Module) -> list[str]:
 def attach(model: nn.Module, injection: Injection) -> None:
     """Record ``injection`` on the model, whose ``save_pretrained`` writes the adapter from now on."""
     setattr(model, _ACTIVE, injection)
-    if hasattr(type(model), _SAVE):
-        setattr(model, _SAVE, SavePretrained(model))
+    for method, kind in _METHODS.items():
+        if hasattr(type(model), method):
+            setattr(model, method, kind(model))
 
 
 def detach(model: ModelT, injection: Injection) -> ModelT:
@@ -416,7 +417,8 @@ def detach(model: ModelT, injection: Injection) -> ModelT:
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in trainable)
     delattr(model, _ACTIVE)
-    vars(model).pop(_SAVE, None)
+    for method in _METHODS:
+        vars(model).pop(method, None)
     return model
 
 
@@ -707,15 +709,22 @@ _HARMLESS = {
 }  # fmt: skip
 
 
-class SavePretrained:
-    """``save_pretrained`` of one injected model, an attribute of the instance.
-
-    The method of the model's class would write W0 beside the adapter's parameters, and ``from_pretrained`` would load
-    the base model from that without a warning. A copy or a pickle of the model has its own ``SavePretrained``.
-    """
+class _InstanceMethod:
+    """A method of one injected model, an attribute of the instance; a copy or a pickle of the model has its own."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
+
+    def __reduce__(self) -> tuple[type[_InstanceMethod], tuple[nn.Module]]:
+        return type(self), (self.model,)
+
+
+class SavePretrained(_InstanceMethod):
+    """``save_pretrained`` of an injected model.
+
+    The method of the model's class would write W0 beside the adapter's parameters, and ``from_pretrained`` would load
+    the base model from that without a warning.
+    """
 
     def __call__(
         self,
@@ -744,5 +753,51 @@ class SavePretrained:
         if is_main_process:
             resolve(_WRITER)(self.model, save_directory, state_dict=state_dict)
 
-    def __reduce__(self) -> tuple[type[SavePretrained], tuple[nn.Module]]:
-        return SavePretrained, (self.model,)
+
+class ResizeTokenEmbeddings(_InstanceMethod):
+    """``resize_token_embeddings`` of an injected model.
+
+    The method of the model's class puts plain layers in place of the embeddings and of the output layer.
+    """
+
+    def __call__(
+        self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, *args: object, **options: object
+    ) -> nn.Module:
+        """Resize as the model's class does, and return the input embeddings.
+
+        Args:
+            new_num_tokens: None or the present number changes nothing. pad_to_multiple_of: as in transformers.
+
+        Raises:
+            PeftlabError: an adapter is in a layer that would be replaced.
+        """
+        resize: Function[nn.Module] = getattr(type(self.model), "resize_token_embeddings")  # noqa: B009
+        layers = [layer for layer in embeddings_of(self.model) if layer is not None]
+        found = next(_changed_layers(self.model, layers), None)
+        if found is None:
+            return resize(self.model, new_num_tokens, pad_to_multiple_of, *args, **options)
+        present = [layer.get_parameter("weight").shape[0] for layer in layers]
+        wanted = present[0] if new_num_tokens is None else new_num_tokens
+        wanted += -wanted % (pad_to_multiple_of or 1)
+        if present != [wanted] * len(present):
+            raise PeftlabError(
+                f"resize_token_embeddings({wanted}): the adapter {found[0]} changes {found[1]}, which has {present[0]} "
+                "tokens and would be replaced by a plain layer; resize before the injection, or after peftlab.merge "
+                "or peftlab.remove"
+            )
+        return layers[0]
+
+
+def _changed_layers(model: nn.Module, layers: Iterable[nn.Module]) -> Iterator[tuple[str, str]]:
+    """Yield the name of each adapter that changes one of ``layers``, or a layer tied to it, and what it changes."""
+    held = {id(parameter) for layer in layers for parameter in layer.parameters()}
+    for injection in _injections(model):
+        for name in injection.replaced:
+            if any(id(parameter) in held for parameter in model.get_submodule(name).parameters()):
+                yield injection.name, name
+        for name in injection.originals:
+            if id(model.get_parameter(name)) in held:
+                yield injection.name, name
+
+
+_METHODS = {"save_pretrained": SavePretrained, "resize_token_embeddings": ResizeTokenEmbeddings}
