@@ -70,6 +70,8 @@ else:
 WEIGHTS_FILE = "adapter_model.safetensors"
 PICKLE_FILE = "adapter_model.bin"  # as peft wrote it before safetensors, and still does on request
 _TRAINED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_COUNTED = (torch.int64, torch.int32, torch.bool)
+_TRAINS = re.compile(r"lora_|adapter_|(^|[._])(weight|bias|rows)$")  # names of parameters, which are no buffers
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
@@ -218,7 +220,8 @@ def read_adapter(source: str | Path, *, lora_alpha: float | None = None, allow_n
             adapter = _adapter_from(raw, tensors, header, path / CONFIG_FILE, weights)
     with one_thread():
         for name, tensor in adapter.tensors.items():
-            if tensor.dtype not in _TRAINED:
+            # A buffer of what trains whole (BatchNorm's num_batches_tracked) may contain integers.
+            if tensor.dtype not in _TRAINED and (tensor.dtype not in _COUNTED or _TRAINS.search(name)):
                 kind = str(tensor.dtype).removeprefix("torch.")
                 raise PeftlabError(f"{source}: {name} has {kind} values; trained weights are floating-point")
             # A finite sum has finite terms, and is computed faster than isfinite().all().
@@ -581,20 +584,24 @@ def _with_values(model: nn.Module, values: Mapping[str, Tensor] | None) -> Itera
     missing = next((name for name in own if name not in values), None)
     if missing:
         raise PeftlabError(f"state_dict has no {missing}")
-    given = {name: nn.Parameter(values[name].detach()) for name in own}
+    given = {
+        name: nn.Parameter(values[name].detach()) if isinstance(tensor, nn.Parameter) else values[name]
+        for name, tensor in own.items()
+    }
     twins = tied_aliases(model)
-    _set_parameters(model, given | {twin: given[name] for twin, name in twins.items()})
+    _set_tensors(model, given | {twin: given[name] for twin, name in twins.items()})
     try:
         yield
     finally:
-        _set_parameters(model, own | {twin: own[name] for twin, name in twins.items()})
+        _set_tensors(model, own | {twin: own[name] for twin, name in twins.items()})
 
 
-def _set_parameters(model: nn.Module, parameters: Mapping[str, Tensor]) -> None:
-    for name, parameter in parameters.items():
+def _set_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    for name, tensor in tensors.items():
         owner, _, last = name.rpartition(".")
-        registry: Parameters = model.get_submodule(owner)._parameters
-        registry[last] = parameter
+        module = model.get_submodule(owner)
+        registry: Parameters = module._parameters if last in module._parameters else module._buffers
+        registry[last] = tensor
 
 
 def _gathered(parameter: Tensor) -> Tensor:
@@ -666,6 +673,8 @@ def check_fit(model: nn.Module, tensors: Mapping[str, Tensor], *, source: str) -
             raise PeftlabError(
                 f"{source}: {name} has shape {tuple(tensor.shape)}, the model's has {tuple(parameters[name].shape)}"
             )
+        if tensor.is_floating_point() != parameters[name].is_floating_point():
+            raise PeftlabError(f"{source}: {name} has {tensor.dtype} values, the model's {parameters[name].dtype}")
 
 
 def _listed(names: list[str], others: list[str], n: int = 5) -> str:

@@ -366,7 +366,7 @@ class _Comparison:
             values |= {f"{name}.{side}": factor for side, factor in zip(leaf.names, self.factors[name], strict=True)}
         for name in self.experts:
             values |= {f"{name}_lora_{side}": factor for side, factor in zip("AB", self.factors[name], strict=True)}
-        named = list(self.model.named_parameters(remove_duplicate=False))
+        named = list(self.model.state_dict(keep_vars=True).items())
         for name, parameter in adapter_state(self.model).items():
             if name not in values:
                 names = [each for each, other in named if other is parameter]

@@ -291,7 +291,8 @@ def new_names(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
     Args:
         model: a base model. names: of the adapter's tensors, by our parameter names.
     """
-    known = {name for name, _ in (*model.named_modules(), *model.named_parameters(remove_duplicate=False))}
+    tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    known = {name for name, _ in (*model.named_modules(), *tensors)}
     weights = {}
     for name in names:
         module, _, last = name.rpartition(".")

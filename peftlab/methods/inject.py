@@ -91,6 +91,7 @@ def inject(model: ModelT, config: MethodConfig | PeftConfig, *, name: str = DEFA
             )
         adapted = {leaf: make(modules[leaf]) for leaf, make in plan.replace.items()}
         originals = {trained: on_cpu(parameters[trained]) for trained in plan.train}
+        originals |= {name: on_cpu(buffer) for name, buffer in buffers_of_trained(model, plan.train).items()}
         every = model.named_parameters(remove_duplicate=False)  # after a merge a shared weight may have several names
         was_trainable = [key for key, parameter in every if parameter.requires_grad]
         # Nothing above has touched the model; nothing below can fail.
@@ -195,17 +196,51 @@ def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 def adapter_state(model: nn.Module) -> dict[str, Tensor]:
     """Return what a file of the active adapter contains, by name, in the model's order.
 
-    That is every parameter that was injected, also one that was frozen since, and any other that requires a gradient.
+    That is every parameter that was injected, also one that was frozen since, any other that requires a gradient, and
+    the buffers of what trains whole (``buffers_of_trained``).
 
     Args:
         model: injected.
     """
     injection = injection_of(model)
     injected = {id(p) for name in injection.replaced for p in added_parameters(model.get_submodule(name)).values()}
-    injected |= {id(model.get_parameter(name)) for name in injection.originals.keys() - set(injection.frozen)}
+    injected |= {id(tensor_of(model, name)) for name in injection.originals.keys() - set(injection.frozen)}
     # Tensors of other adapters are children of the leaves.
     injected -= {id(p) for held in model.modules() if isinstance(held, StoredTensors) for p in held.parameters()}
-    return {name: p for name, p in model.named_parameters() if p.requires_grad or id(p) in injected}
+    tensors: list[tuple[str, Tensor]] = [*model.named_parameters(), *model.named_buffers()]
+    return {name: tensor for name, tensor in tensors if tensor.requires_grad or id(tensor) in injected}
+
+
+def tensor_of(model: nn.Module, name: str) -> Tensor:
+    """Return a parameter or a buffer of ``model`` by its name."""
+    owner, _, last = name.rpartition(".")
+    module = model.get_submodule(owner)
+    tensor = module._parameters.get(last, module._buffers.get(last))
+    assert tensor is not None, name
+    return tensor
+
+
+def buffers_of_trained(model: nn.Module, train: Iterable[str]) -> dict[str, Tensor]:
+    """Return the buffers in the state dict that belong to modules whose parameters all train in place, by name.
+
+    A BatchNorm's running statistics change with its weights. A module without parameters belongs to the next one around
+    it that has some.
+
+    Args:
+        model: before injection. train: names of the parameters that train in place.
+    """
+    trained = {id(model.get_parameter(name)) for name in train}
+    found = {}
+    for name, buffer in model.named_buffers() if trained else []:
+        owner, _, last = name.rpartition(".")
+        if last in model.get_submodule(owner)._non_persistent_buffers_set:
+            continue
+        while owner and next(model.get_submodule(owner).parameters(), None) is None:
+            owner = owner.rpartition(".")[0]
+        below = {id(parameter) for parameter in model.get_submodule(owner).parameters()}
+        if below and below <= trained:
+            found[name] = buffer
+    return found
 
 
 def count_parameters(model: nn.Module) -> tuple[int, int]:
@@ -276,12 +311,13 @@ def reconfigure(model: nn.Module, config: MethodConfig) -> None:
         with base_leaves(model):
             plan = plan_injection(model, config)
             after = {name: make(model.get_submodule(name)) for name, make in plan.replace.items()}
+            buffers = buffers_of_trained(model, plan.train)
         old, new = (
             {f"{name}.{key}": p.shape for name, leaf in leaves.items() for key, p in leaf.named_parameters()}
             | dict.fromkeys(in_place, torch.Size())
             for leaves, in_place in (
                 (before, injection.originals.keys() - set(injection.frozen)),
-                (after, plan.train),
+                (after, {*plan.train, *buffers}),
             )
         )
         differ = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
@@ -335,7 +371,7 @@ class Injection:
     Attributes:
         config: the method's configuration.
         replaced: names of the leaves that were replaced.
-        originals: the base's values of parameters that the adapter changes in place, on the CPU.
+        originals: the base's values of parameters and buffers that the adapter changes in place, on the CPU.
         was_trainable: names of the parameters that required a gradient before.
         frozen: names of those in ``originals`` that do not train: the adapter contains other values than the base.
         name: the adapter's name.
@@ -356,7 +392,7 @@ class Stored:
     Attributes:
         injection: what is injected when it is active.
         leaves: its adapted leaves by name. Only what they add to the base's is used.
-        values: its values of the model's own parameters that it changes, by name.
+        values: its values of the model's own parameters and buffers that it changes, by name.
         trains: names of the parameters that require a gradient when it is active.
     """
 
@@ -471,24 +507,24 @@ def refuse_others(model: nn.Module, what: str) -> None:
 
 
 def swap(model: nn.Module, values: dict[str, Tensor], *, noted: bool = True) -> dict[str, Tensor]:
-    """Set parameters to ``values`` and return what they were, on the CPU.
+    """Set parameters and buffers to ``values`` and return what they were, on the CPU.
 
     Args:
-        model: changed in place. values: by the parameters' names.
+        model: changed in place. values: by the parameters' and buffers' names.
         noted: whether autograd refuses the backward pass of what was computed with the values before.
     """
     before = {}
     with torch.no_grad():
         for name, value in values.items():
-            parameter = model.get_parameter(name)
-            before[name] = on_cpu(parameter)
-            (parameter if noted else parameter.data).copy_(value)
+            tensor = tensor_of(model, name)
+            before[name] = on_cpu(tensor)
+            (tensor if noted else tensor.data).copy_(value)
     return before
 
 
-def on_cpu(parameter: nn.Parameter) -> Tensor:
-    """Return a copy of a parameter's values, on the CPU; of a parameter on the meta device, there."""
-    held = parameter.detach()
+def on_cpu(tensor: Tensor) -> Tensor:
+    """Return a copy of a tensor's values, on the CPU; of a tensor on the meta device, there."""
+    held = tensor.detach()
     return held.clone() if held.is_meta else held.to("cpu", copy=True)
 
 
@@ -622,8 +658,7 @@ def store_active(model: nn.Module, others: dict[str, Stored]) -> None:
     injection = injection_of(model)
     leaves = {name: model.get_submodule(name) for name in injection.replaced}
     values: dict[str, nn.Parameter | None] = {
-        name: nn.Parameter(model.get_parameter(name).detach().clone(), requires_grad=False)
-        for name in injection.originals
+        name: nn.Parameter(tensor_of(model, name).detach().clone(), requires_grad=False) for name in injection.originals
     }
     trains = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     for leaf in leaves.values():
@@ -639,7 +674,7 @@ def activate_stored(model: nn.Module, stored: Stored) -> None:
     with torch.no_grad():
         for name, value in stored.values.items():
             assert value is not None
-            model.get_parameter(name).copy_(value)
+            tensor_of(model, name).copy_(value)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in stored.trains)
     attach(model, stored.injection)
@@ -796,7 +831,7 @@ def _changed_layers(model: nn.Module, layers: Iterable[nn.Module]) -> Iterator[t
             if any(id(parameter) in held for parameter in model.get_submodule(name).parameters()):
                 yield injection.name, name
         for name in injection.originals:
-            if id(model.get_parameter(name)) in held:
+            if id(tensor_of(model, name)) in held:
                 yield injection.name, name
 
 
