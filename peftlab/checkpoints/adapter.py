@@ -41,6 +41,7 @@ from peftlab.methods.config import METHODS, LoraConfig, MethodConfig
 from peftlab.methods.inject import (
     DEFAULT,
     active_only,
+    adapter_state,
     delete_adapter,
     inject,
     injection_of,
@@ -50,7 +51,6 @@ from peftlab.methods.inject import (
     reconfigure,
     set_adapter,
     set_frozen_values,
-    trainable_parameters,
     without_adapters,
 )
 from peftlab.methods.lora.functional import one_thread
@@ -60,6 +60,7 @@ from peftlab.models.architectures import SITES, embeddings_of
 from peftlab.models.config import CONFIG_FILE as CONFIG_FILE
 from peftlab.models.config import BaseConfig, find_model
 from peftlab.models.load import describe, load_base, loaded_from, stored_vocabulary, vocabulary
+from peftlab.untyped import Parameters
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, Trainer
@@ -69,6 +70,8 @@ else:
 WEIGHTS_FILE = "adapter_model.safetensors"
 PICKLE_FILE = "adapter_model.bin"  # as peft wrote it before safetensors, and still does on request
 _TRAINED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_COUNTED = (torch.int64, torch.int32, torch.bool)
+_TRAINS = re.compile(r"lora_|adapter_|(^|[._])(weight|bias|rows)$")  # names of parameters, which are no buffers
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
@@ -104,7 +107,7 @@ def save_adapter(
     state_dict: Mapping[str, Tensor] | None = None,
     name: str | None = None,
 ) -> Path:
-    """Write one adapter of an injected model to ``directory`` and return it.
+    """Write one adapter of an injected model to ``directory`` and return it; whole, if it has been frozen since, too.
 
     Args:
         name: which of the model's adapters; default: the active one.
@@ -142,7 +145,7 @@ def _files_of(
     injection = injection_of(model)
     reference = base or loaded_from(model)
     resized = {name: values.get(name, parameter) for name, parameter in _resized(model, reference).items()}
-    tensors = {name: _gathered(parameter) for name, parameter in (trainable_parameters(model) | resized).items()}
+    tensors = {name: _gathered(parameter) for name, parameter in (adapter_state(model) | resized).items()}
     on_meta = next((name for name, tensor in tensors.items() if tensor.is_meta), None)
     if on_meta:
         raise PeftlabError(f"{on_meta} is on the meta device and has no values to save")
@@ -170,7 +173,7 @@ def _resized(model: nn.Module, reference: str | None) -> dict[str, Tensor]:
     tokens, stored = vocabulary(model), stored_vocabulary(model, reference)
     if stored is None or tokens == stored:
         return {}
-    trained = {id(parameter) for parameter in trainable_parameters(model).values()}
+    trained = {id(parameter) for parameter in adapter_state(model).values()}
     embeddings = [layer for layer in embeddings_of(model) if layer is not None]
     found = {
         f"{name}.{key}": parameter.detach()
@@ -217,7 +220,8 @@ def read_adapter(source: str | Path, *, lora_alpha: float | None = None, allow_n
             adapter = _adapter_from(raw, tensors, header, path / CONFIG_FILE, weights)
     with one_thread():
         for name, tensor in adapter.tensors.items():
-            if tensor.dtype not in _TRAINED:
+            # A buffer of what trains whole (BatchNorm's num_batches_tracked) may contain integers.
+            if tensor.dtype not in _TRAINED and (tensor.dtype not in _COUNTED or _TRAINS.search(name)):
                 kind = str(tensor.dtype).removeprefix("torch.")
                 raise PeftlabError(f"{source}: {name} has {kind} values; trained weights are floating-point")
             # A finite sum has finite terms, and is computed faster than isfinite().all().
@@ -556,7 +560,7 @@ def _add(model: nn.Module, adapter: Adapter, name: str, source: str) -> tuple[st
 def _replace(model: nn.Module, adapter: Adapter, name: str, source: str) -> tuple[str, ...]:
     """Put ``adapter`` in the place of the active one, which is called ``name``; return notes."""
     tensors, _ = split_embeddings(model, by_parameter_name(model, adapter.tensors, source=source), source=source)
-    parameters = trainable_parameters(model)
+    parameters = adapter_state(model)
     if {key: tensor.shape for key, tensor in tensors.items()} == {key: p.shape for key, p in parameters.items()}:
         return _fill_from(model, adapter, source)
     old = injection_of(model)
@@ -576,23 +580,28 @@ def _with_values(model: nn.Module, values: Mapping[str, Tensor] | None) -> Itera
     if values is None:
         yield
         return
-    own = trainable_parameters(model)
+    own = adapter_state(model)
     missing = next((name for name in own if name not in values), None)
     if missing:
         raise PeftlabError(f"state_dict has no {missing}")
-    given = {name: nn.Parameter(values[name].detach()) for name in own}
+    given = {
+        name: nn.Parameter(values[name].detach()) if isinstance(tensor, nn.Parameter) else values[name]
+        for name, tensor in own.items()
+    }
     twins = tied_aliases(model)
-    _set_parameters(model, given | {twin: given[name] for twin, name in twins.items()})
+    _set_tensors(model, given | {twin: given[name] for twin, name in twins.items()})
     try:
         yield
     finally:
-        _set_parameters(model, own | {twin: own[name] for twin, name in twins.items()})
+        _set_tensors(model, own | {twin: own[name] for twin, name in twins.items()})
 
 
-def _set_parameters(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
-    for name, parameter in parameters.items():
+def _set_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    for name, tensor in tensors.items():
         owner, _, last = name.rpartition(".")
-        model.get_submodule(owner)._parameters[last] = parameter
+        module = model.get_submodule(owner)
+        registry: Parameters = module._parameters if last in module._parameters else module._buffers
+        registry[last] = tensor
 
 
 def _gathered(parameter: Tensor) -> Tensor:
@@ -619,7 +628,7 @@ def by_parameter_name(model: nn.Module, tensors: Mapping[str, Tensor], *, source
     Args:
         model: with the adapter injected. tensors: by the names in the file. source: the adapter's path, for messages.
     """
-    trained, twins = trainable_parameters(model), tied_aliases(model)
+    trained, twins = adapter_state(model), tied_aliases(model)
     keys: dict[str, str] = {}
     for key, tensor in tensors.items():
         module, _, last = key.rpartition(".")
@@ -638,7 +647,7 @@ def fill(model: nn.Module, tensors: Mapping[str, Tensor], *, source: str) -> Non
         model: with the adapter injected. tensors: by its parameter names. source: the adapter's path, for messages.
     """
     check_fit(model, tensors, source=source)
-    parameters = trainable_parameters(model)
+    parameters = adapter_state(model)
     with torch.no_grad():
         for name, tensor in tensors.items():
             parameters[name].copy_(tensor)
@@ -650,7 +659,7 @@ def check_fit(model: nn.Module, tensors: Mapping[str, Tensor], *, source: str) -
     Args:
         model: with the adapter injected. tensors: by its parameter names. source: the adapter's path, for messages.
     """
-    parameters = trainable_parameters(model)
+    parameters = adapter_state(model)
     unused = sorted(set(tensors) - set(parameters))
     unfilled = sorted(set(parameters) - set(tensors))
     if unused or unfilled:
@@ -664,6 +673,8 @@ def check_fit(model: nn.Module, tensors: Mapping[str, Tensor], *, source: str) -
             raise PeftlabError(
                 f"{source}: {name} has shape {tuple(tensor.shape)}, the model's has {tuple(parameters[name].shape)}"
             )
+        if tensor.is_floating_point() != parameters[name].is_floating_point():
+            raise PeftlabError(f"{source}: {name} has {tensor.dtype} values, the model's {parameters[name].dtype}")
 
 
 def _listed(names: list[str], others: list[str], n: int = 5) -> str:

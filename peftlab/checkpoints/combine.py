@@ -18,7 +18,7 @@ from peftlab.checkpoints.peft_format import adapter_tensors, read_peft, to_peft_
 from peftlab.errors import PeftlabError, did_you_mean
 from peftlab.files import Json
 from peftlab.methods.config import LoraConfig
-from peftlab.methods.inject import active_only, injection_of, trainable_parameters
+from peftlab.methods.inject import active_only, adapter_state, injection_of
 from peftlab.methods.lora.plan import NEEDS_BASE
 
 Items = list[tuple[Tensor, Tensor, float]]
@@ -147,7 +147,7 @@ def _adapter_of(model: nn.Module, name: str) -> Adapter:
     """Return a copy of the adapter ``name`` of ``model``, as saving and reading it would give it."""
     with active_only(model, name):
         injection = injection_of(model)
-        adapter = Adapter(injection.config, {**trainable_parameters(model)})
+        adapter = Adapter(injection.config, {**adapter_state(model)})
         if isinstance(injection.config, LoraConfig):
             raw, tensors = to_peft_config(model, injection, None), adapter_tensors(model, injection)
             config, tensors, _ = read_peft(raw, tensors, Path(name) / CONFIG_FILE, Path(name) / WEIGHTS_FILE)

@@ -29,7 +29,7 @@ from peftlab.checkpoints.tensors import DTYPES, PickleShard, Shard, open_shards,
 from peftlab.errors import PeftlabError
 from peftlab.files import staged_directory
 from peftlab.methods.config import LoraConfig
-from peftlab.methods.inject import inject, trainable_parameters
+from peftlab.methods.inject import adapter_state, inject
 from peftlab.methods.lora.layers import LowRank
 from peftlab.methods.lora.plan import leaf_kind
 from peftlab.models.architectures import inside, task_head
@@ -142,7 +142,7 @@ def extract_adapter(
     finally:
         found.tuned.close()
         found.plain.close()
-    biases = [name for name in trainable_parameters(model) if name.endswith(".bias") and not inside(name, found.whole)]
+    biases = [name for name in adapter_state(model) if name.endswith(".bias") and not inside(name, found.whole)]
     return Extraction(
         out=str(out),
         finetuned=str(finetuned),
@@ -366,8 +366,8 @@ class _Comparison:
             values |= {f"{name}.{side}": factor for side, factor in zip(leaf.names, self.factors[name], strict=True)}
         for name in self.experts:
             values |= {f"{name}_lora_{side}": factor for side, factor in zip("AB", self.factors[name], strict=True)}
-        named = list(self.model.named_parameters(remove_duplicate=False))
-        for name, parameter in trainable_parameters(self.model).items():
+        named = list(self.model.state_dict(keep_vars=True).items())
+        for name, parameter in adapter_state(self.model).items():
             if name not in values:
                 names = [each for each, other in named if other is parameter]
                 values[name] = self.tuned.read(next(each for each in names if each in self.tuned))

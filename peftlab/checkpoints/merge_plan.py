@@ -263,7 +263,8 @@ def _build_plan(
     # other tensors are the trained parameters of the method, one to one.
     trained, saved = split_embeddings(model, by_parameter_name(model, adapter.tensors, source=source), source=source)
     check_fit(model, trained, source=source)
-    parameters = dict(model.named_parameters(remove_duplicate=False))
+    parameters: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    parameters |= dict(model.named_buffers(remove_duplicate=False))
     values = {id(parameters[name]): tensor for name, tensor in (saved | trained).items()}
     given = {}  # a module that trains a copy of its own has that copy's value
     for name in known:
@@ -426,7 +427,8 @@ def _refuse_codes(plan: MergePlan, found: dict[str, Place]) -> None:
     for shard in plan.shards:
         for key, entry in shard.entries.items():
             names = found[key].names if key in found else ()
-            if entry.dtype not in _SUMMABLE and any(name in plan.folded or name in plan.given for name in names):
+            summed = [n for n in names if n in plan.folded or (n in plan.given and plan.given[n].is_floating_point())]
+            if entry.dtype not in _SUMMABLE and summed:
                 raise PeftlabError(
                     f"{shard.path}: {key!r} is stored as {entry.dtype}, which cannot represent W0 + ΔW; config.json "
                     "has no quantization_config to read it by; merge into the model that was quantised"
@@ -465,7 +467,8 @@ def _write_tied(plan: MergePlan, found: dict[str, Place], groups: list[list[str]
     tied = {name for names in groups if written.intersection(names) for name in names}
     for name, tensor in plan.given.items():
         if name not in written | tied:
-            extra.append(Target(name, name, NAMES[getattr(torch, plan.dtype)], tuple(tensor.shape)))
+            dtype = getattr(torch, plan.dtype) if tensor.is_floating_point() else tensor.dtype
+            extra.append(Target(name, name, NAMES[dtype], tuple(tensor.shape)))
             tied |= {other for names in groups if not untied and name in names for other in names}
     return extra
 
@@ -706,8 +709,9 @@ def _part(config: PretrainedConfig, model_type: object) -> PretrainedConfig | No
 
 
 def _names(model: PreTrainedModel) -> set[str]:
-    """Return the names of a model's modules and parameters."""
-    return {name for name, _ in (*model.named_modules(), *model.named_parameters(remove_duplicate=False))}
+    """Return the names of a model's modules, parameters and buffers."""
+    tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    return {name for name, _ in (*model.named_modules(), *tensors)}
 
 
 def _config_of(values: Mapping[str, Json], like: PretrainedConfig, source: str) -> PretrainedConfig:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from peftlab.errors import PeftlabError, did_you_mean
 from peftlab.methods.base import fully_trained, has_suffix
 from peftlab.methods.config import ALL_LINEAR, PEFT_IGNORED, PEFT_REFUSED, QUERY_AND_VALUE, LoraConfig
-from peftlab.methods.inject import Injection, injection_of, trainable_parameters
+from peftlab.methods.inject import Injection, adapter_state, injection_of
 from peftlab.methods.lora.layers import LoraAttention, LoraExperts, LowRank, OwnCopy, TokenRows
 from peftlab.methods.lora.plan import matching_only, matrices, uncalled_modules
 from peftlab.models.architectures import conv1d, embeddings_of, inside, model_type, task_head
@@ -291,7 +291,8 @@ def new_names(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
     Args:
         model: a base model. names: of the adapter's tensors, by our parameter names.
     """
-    known = {name for name, _ in (*model.named_modules(), *model.named_parameters(remove_duplicate=False))}
+    tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    known = {name for name, _ in (*model.named_modules(), *tensors)}
     weights = {}
     for name in names:
         module, _, last = name.rpartition(".")
@@ -435,7 +436,7 @@ def split_embeddings(
     Raises:
         PeftlabError: an embedding of another size, or two values of one.
     """
-    trained, every = trainable_parameters(model), dict(model.named_parameters(remove_duplicate=False))
+    trained, every = adapter_state(model), dict(model.named_parameters(remove_duplicate=False))
     embeddings = _embeddings(model)
     own: dict[str, Tensor] = {}
     saved: dict[str, Tensor] = {}
@@ -603,7 +604,7 @@ def adapter_tensors(
     Args:
         model: with the adapter injected. injection: of the adapter. others: further tensors, by parameter name.
     """
-    tensors = {name: parameter.detach() for name, parameter in trainable_parameters(model).items()}
+    tensors = {name: parameter.detach() for name, parameter in adapter_state(model).items()}
     tensors |= {**(others or {}), **{name: model.get_parameter(name).detach() for name in injection.frozen}}
     tensors |= {twin: tensors[name] for twin, name in _whole_tied_aliases(model).items()}
     for name in injection.replaced:
@@ -615,8 +616,8 @@ def adapter_tensors(
 
 
 def tied_aliases(model: nn.Module) -> dict[str, str]:
-    """Return the other names of tied trained parameters, each with the name that ``trainable_parameters`` uses."""
-    known = {id(parameter): name for name, parameter in trainable_parameters(model).items()}
+    """Return the other names of tied trained parameters, each with the name that ``adapter_state`` uses."""
+    known = {id(parameter): name for name, parameter in adapter_state(model).items()}
     every = model.named_parameters(remove_duplicate=False)
     return {name: known[id(p)] for name, p in every if id(p) in known and known[id(p)] != name}
 

@@ -320,10 +320,11 @@ def _blank(kind: type[AnyLeaf], base: type[nn.Module]) -> nn.Module:
 def recast(cls: type[ModuleT], module: nn.Module) -> ModuleT:
     """Return a ``cls`` that shares ``module``'s parameters, buffers, hooks and attributes.
 
-    The two have separate registries: what is registered on one later is not registered on the other.
+    The two have separate registries of parameters, buffers and modules. The hooks are in the same registries, so that
+    the handle of one removes it from both.
     """
     new = cls.__new__(cls)
-    state = {k: v.copy() if isinstance(v, (dict, set)) else v for k, v in vars(module).items()}
+    state = {k: v.copy() if isinstance(v, (dict, set)) and "_hooks" not in k else v for k, v in vars(module).items()}
     vars(new).update(state)
     return new
 

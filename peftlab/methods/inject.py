@@ -8,7 +8,7 @@ active is called ``q_proj.lora_A.NAME`` while it is not: part of the state dict,
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from os import PathLike
@@ -30,9 +30,10 @@ from peftlab.methods.base import (
     like_adapted,
 )
 from peftlab.methods.config import METHODS, PEFT_IGNORED, MethodConfig, config_class, own_config
+from peftlab.models.architectures import embeddings_of
 from peftlab.models.quantised import elements, is_coded, keep_layout
 from peftlab.registry import resolve
-from peftlab.untyped import Attributes
+from peftlab.untyped import Attributes, Function
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 DEFAULT = "default"  # the name of an adapter that was given none, as in peft
@@ -41,7 +42,6 @@ BASE = "__base__"  # the base model among the adapters of a batch's rows, as in 
 _ACTIVE = "peftlab_injection"
 _OTHERS = "peftlab_others"
 _CHANGING = "peftlab_changing"
-_SAVE = "save_pretrained"
 
 
 class PeftConfig(Protocol):
@@ -54,10 +54,10 @@ class PeftConfig(Protocol):
 def inject(model: ModelT, config: MethodConfig | PeftConfig, *, name: str = DEFAULT) -> ModelT:
     """Put ``config``'s method into ``model`` in place and return it; only the adapter requires a gradient.
 
-    The model keeps its class, its forward and the names of its parameters. The instance has one new attribute, until
-    ``merge`` or ``remove``: its ``save_pretrained`` writes the adapter directory (``SavePretrained``). Injection is
-    all or nothing: on an error the model is as it was. A model on the meta device is planned and counted like any
-    other.
+    The model keeps its class, its forward and the names of its parameters. The instance has two new attributes, until
+    ``merge`` or ``remove``: its ``save_pretrained`` writes the adapter directory (``SavePretrained``), and its
+    ``resize_token_embeddings`` refuses to lose an adapter (``ResizeTokenEmbeddings``). Injection is all or nothing: on
+    an error the model is as it was. A model on the meta device is planned and counted like any other.
 
     Args:
         config: of a method; or peft's ``LoraConfig``, whose task type says whether the task head trains.
@@ -91,6 +91,7 @@ def inject(model: ModelT, config: MethodConfig | PeftConfig, *, name: str = DEFA
             )
         adapted = {leaf: make(modules[leaf]) for leaf, make in plan.replace.items()}
         originals = {trained: on_cpu(parameters[trained]) for trained in plan.train}
+        originals |= {name: on_cpu(buffer) for name, buffer in buffers_of_trained(model, plan.train).items()}
         every = model.named_parameters(remove_duplicate=False)  # after a merge a shared weight may have several names
         was_trainable = [key for key, parameter in every if parameter.requires_grad]
         # Nothing above has touched the model; nothing below can fail.
@@ -192,6 +193,56 @@ def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
+def adapter_state(model: nn.Module) -> dict[str, Tensor]:
+    """Return what a file of the active adapter contains, by name, in the model's order.
+
+    That is every parameter that was injected, also one that was frozen since, any other that requires a gradient, and
+    the buffers of what trains whole (``buffers_of_trained``).
+
+    Args:
+        model: injected.
+    """
+    injection = injection_of(model)
+    injected = {id(p) for name in injection.replaced for p in added_parameters(model.get_submodule(name)).values()}
+    injected |= {id(tensor_of(model, name)) for name in injection.originals.keys() - set(injection.frozen)}
+    # Tensors of other adapters are children of the leaves.
+    injected -= {id(p) for held in model.modules() if isinstance(held, StoredTensors) for p in held.parameters()}
+    tensors: list[tuple[str, Tensor]] = [*model.named_parameters(), *model.named_buffers()]
+    return {name: tensor for name, tensor in tensors if tensor.requires_grad or id(tensor) in injected}
+
+
+def tensor_of(model: nn.Module, name: str) -> Tensor:
+    """Return a parameter or a buffer of ``model`` by its name."""
+    owner, _, last = name.rpartition(".")
+    module = model.get_submodule(owner)
+    tensor = module._parameters.get(last, module._buffers.get(last))
+    assert tensor is not None, name
+    return tensor
+
+
+def buffers_of_trained(model: nn.Module, train: Iterable[str]) -> dict[str, Tensor]:
+    """Return the buffers in the state dict that belong to modules whose parameters all train in place, by name.
+
+    A BatchNorm's running statistics change with its weights. A module without parameters belongs to the next one around
+    it that has some.
+
+    Args:
+        model: before injection. train: names of the parameters that train in place.
+    """
+    trained = {id(model.get_parameter(name)) for name in train}
+    found = {}
+    for name, buffer in model.named_buffers() if trained else []:
+        owner, _, last = name.rpartition(".")
+        if last in model.get_submodule(owner)._non_persistent_buffers_set:
+            continue
+        while owner and next(model.get_submodule(owner).parameters(), None) is None:
+            owner = owner.rpartition(".")[0]
+        below = {id(parameter) for parameter in model.get_submodule(owner).parameters()}
+        if below and below <= trained:
+            found[name] = buffer
+    return found
+
+
 def count_parameters(model: nn.Module) -> tuple[int, int]:
     """Return (trainable, all) parameter counts; shared parameters count once, 4-bit ones by their weights."""
     sizes = [(elements(parameter), parameter.requires_grad) for parameter in model.parameters()]
@@ -260,12 +311,13 @@ def reconfigure(model: nn.Module, config: MethodConfig) -> None:
         with base_leaves(model):
             plan = plan_injection(model, config)
             after = {name: make(model.get_submodule(name)) for name, make in plan.replace.items()}
+            buffers = buffers_of_trained(model, plan.train)
         old, new = (
             {f"{name}.{key}": p.shape for name, leaf in leaves.items() for key, p in leaf.named_parameters()}
             | dict.fromkeys(in_place, torch.Size())
             for leaves, in_place in (
                 (before, injection.originals.keys() - set(injection.frozen)),
-                (after, plan.train),
+                (after, {*plan.train, *buffers}),
             )
         )
         differ = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
@@ -319,7 +371,7 @@ class Injection:
     Attributes:
         config: the method's configuration.
         replaced: names of the leaves that were replaced.
-        originals: the base's values of parameters that the adapter changes in place, on the CPU.
+        originals: the base's values of parameters and buffers that the adapter changes in place, on the CPU.
         was_trainable: names of the parameters that required a gradient before.
         frozen: names of those in ``originals`` that do not train: the adapter contains other values than the base.
         name: the adapter's name.
@@ -340,7 +392,7 @@ class Stored:
     Attributes:
         injection: what is injected when it is active.
         leaves: its adapted leaves by name. Only what they add to the base's is used.
-        values: its values of the model's own parameters that it changes, by name.
+        values: its values of the model's own parameters and buffers that it changes, by name.
         trains: names of the parameters that require a gradient when it is active.
     """
 
@@ -390,8 +442,9 @@ def loaded_adapters(model: nn.Module) -> list[str]:
 def attach(model: nn.Module, injection: Injection) -> None:
     """Record ``injection`` on the model, whose ``save_pretrained`` writes the adapter from now on."""
     setattr(model, _ACTIVE, injection)
-    if hasattr(type(model), _SAVE):
-        setattr(model, _SAVE, SavePretrained(model))
+    for method, kind in _METHODS.items():
+        if hasattr(type(model), method):
+            setattr(model, method, kind(model))
 
 
 def detach(model: ModelT, injection: Injection) -> ModelT:
@@ -400,7 +453,8 @@ def detach(model: ModelT, injection: Injection) -> ModelT:
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in trainable)
     delattr(model, _ACTIVE)
-    vars(model).pop(_SAVE, None)
+    for method in _METHODS:
+        vars(model).pop(method, None)
     return model
 
 
@@ -453,24 +507,24 @@ def refuse_others(model: nn.Module, what: str) -> None:
 
 
 def swap(model: nn.Module, values: dict[str, Tensor], *, noted: bool = True) -> dict[str, Tensor]:
-    """Set parameters to ``values`` and return what they were, on the CPU.
+    """Set parameters and buffers to ``values`` and return what they were, on the CPU.
 
     Args:
-        model: changed in place. values: by the parameters' names.
+        model: changed in place. values: by the parameters' and buffers' names.
         noted: whether autograd refuses the backward pass of what was computed with the values before.
     """
     before = {}
     with torch.no_grad():
         for name, value in values.items():
-            parameter = model.get_parameter(name)
-            before[name] = on_cpu(parameter)
-            (parameter if noted else parameter.data).copy_(value)
+            tensor = tensor_of(model, name)
+            before[name] = on_cpu(tensor)
+            (tensor if noted else tensor.data).copy_(value)
     return before
 
 
-def on_cpu(parameter: nn.Parameter) -> Tensor:
-    """Return a copy of a parameter's values, on the CPU; of a parameter on the meta device, there."""
-    held = parameter.detach()
+def on_cpu(tensor: Tensor) -> Tensor:
+    """Return a copy of a tensor's values, on the CPU; of a tensor on the meta device, there."""
+    held = tensor.detach()
     return held.clone() if held.is_meta else held.to("cpu", copy=True)
 
 
@@ -604,8 +658,7 @@ def store_active(model: nn.Module, others: dict[str, Stored]) -> None:
     injection = injection_of(model)
     leaves = {name: model.get_submodule(name) for name in injection.replaced}
     values: dict[str, nn.Parameter | None] = {
-        name: nn.Parameter(model.get_parameter(name).detach().clone(), requires_grad=False)
-        for name in injection.originals
+        name: nn.Parameter(tensor_of(model, name).detach().clone(), requires_grad=False) for name in injection.originals
     }
     trains = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     for leaf in leaves.values():
@@ -621,7 +674,7 @@ def activate_stored(model: nn.Module, stored: Stored) -> None:
     with torch.no_grad():
         for name, value in stored.values.items():
             assert value is not None
-            model.get_parameter(name).copy_(value)
+            tensor_of(model, name).copy_(value)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in stored.trains)
     attach(model, stored.injection)
@@ -686,18 +739,27 @@ def _hide(model: nn.Module, others: dict[str, Stored]) -> None:
 # A name, resolved at the call: checkpoints/ imports methods/. This is the one place that names a package above its own.
 _WRITER = "peftlab.checkpoints.adapter:save_adapter"
 # Options of transformers' that make no difference for an adapter's one small file.
-_HARMLESS = {"max_shard_size", "safe_serialization", "save_original_format", "save_peft_format", "token"}
+_HARMLESS = {
+    "max_shard_size", "safe_serialization", "save_function", "save_original_format", "save_peft_format", "token",
+}  # fmt: skip
 
 
-class SavePretrained:
-    """``save_pretrained`` of one injected model, an attribute of the instance.
-
-    The method of the model's class would write W0 beside the adapter's parameters, and ``from_pretrained`` would load
-    the base model from that without a warning. A copy or a pickle of the model has its own ``SavePretrained``.
-    """
+class _InstanceMethod:
+    """A method of one injected model, an attribute of the instance; a copy or a pickle of the model has its own."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
+
+    def __reduce__(self) -> tuple[type[_InstanceMethod], tuple[nn.Module]]:
+        return type(self), (self.model,)
+
+
+class SavePretrained(_InstanceMethod):
+    """``save_pretrained`` of an injected model.
+
+    The method of the model's class would write W0 beside the adapter's parameters, and ``from_pretrained`` would load
+    the base model from that without a warning.
+    """
 
     def __call__(
         self,
@@ -711,7 +773,8 @@ class SavePretrained:
         Args:
             is_main_process: False writes nothing.
             state_dict: values to write in place of the model's own, as a Trainer gathers them from many processes.
-            options: transformers' other options; those that would change what is written are refused.
+            options: transformers' other options; those that would change what is written are refused. As there,
+                ``save_function`` is not called: safetensors writes the file.
 
         Raises:
             PeftlabError: as ``save_adapter``; or an option that an adapter directory cannot honour.
@@ -725,5 +788,51 @@ class SavePretrained:
         if is_main_process:
             resolve(_WRITER)(self.model, save_directory, state_dict=state_dict)
 
-    def __reduce__(self) -> tuple[type[SavePretrained], tuple[nn.Module]]:
-        return SavePretrained, (self.model,)
+
+class ResizeTokenEmbeddings(_InstanceMethod):
+    """``resize_token_embeddings`` of an injected model.
+
+    The method of the model's class puts plain layers in place of the embeddings and of the output layer.
+    """
+
+    def __call__(
+        self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, *args: object, **options: object
+    ) -> nn.Module:
+        """Resize as the model's class does, and return the input embeddings.
+
+        Args:
+            new_num_tokens: None or the present number changes nothing. pad_to_multiple_of: as in transformers.
+
+        Raises:
+            PeftlabError: an adapter is in a layer that would be replaced.
+        """
+        resize: Function[nn.Module] = getattr(type(self.model), "resize_token_embeddings")  # noqa: B009
+        layers = [layer for layer in embeddings_of(self.model) if layer is not None]
+        found = next(_changed_layers(self.model, layers), None)
+        if found is None:
+            return resize(self.model, new_num_tokens, pad_to_multiple_of, *args, **options)
+        present = [layer.get_parameter("weight").shape[0] for layer in layers]
+        wanted = present[0] if new_num_tokens is None else new_num_tokens
+        wanted += -wanted % (pad_to_multiple_of or 1)
+        if present != [wanted] * len(present):
+            raise PeftlabError(
+                f"resize_token_embeddings({wanted}): the adapter {found[0]} changes {found[1]}, which has {present[0]} "
+                "tokens and would be replaced by a plain layer; resize before the injection, or after peftlab.merge "
+                "or peftlab.remove"
+            )
+        return layers[0]
+
+
+def _changed_layers(model: nn.Module, layers: Iterable[nn.Module]) -> Iterator[tuple[str, str]]:
+    """Yield the name of each adapter that changes one of ``layers``, or a layer tied to it, and what it changes."""
+    held = {id(parameter) for layer in layers for parameter in layer.parameters()}
+    for injection in _injections(model):
+        for name in injection.replaced:
+            if any(id(parameter) in held for parameter in model.get_submodule(name).parameters()):
+                yield injection.name, name
+        for name in injection.originals:
+            if id(tensor_of(model, name)) in held:
+                yield injection.name, name
+
+
+_METHODS = {"save_pretrained": SavePretrained, "resize_token_embeddings": ResizeTokenEmbeddings}

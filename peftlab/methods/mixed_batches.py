@@ -25,8 +25,8 @@ from peftlab.methods.base import (
     like_adapted,
     recast,
 )
-from peftlab.methods.inject import BASE, Stored, loaded_adapters, without_adapters
-from peftlab.untyped import Attributes, Function
+from peftlab.methods.inject import BASE, Stored, loaded_adapters, tensor_of, without_adapters
+from peftlab.untyped import Attributes, Function, Parameters
 
 _GENERATE = "generate"
 
@@ -113,7 +113,9 @@ def _mixed(model: nn.Module, adapters: Mapping[str, Stored], rows: BatchRows) ->
             if adapter != BASE:
                 if name in adapters[adapter].leaves:
                     variant = like_adapted(adapters[adapter].leaves[name], leaf)
-                variant._parameters.update(trained[adapter].get(name, {}))
+                for key, value in trained[adapter].get(name, {}).items():
+                    registry: Parameters = variant._parameters if key in variant._parameters else variant._buffers
+                    registry[key] = value
             variants.append((variant, tuple(mine)))
         mixed[name] = _mixed_leaf(leaf, name, variants, rows)
     return mixed
@@ -132,11 +134,12 @@ def _mixed_leaf(leaf: nn.Module, name: str, variants: list[Variant], rows: Batch
 
 
 def _trained_in_place(model: nn.Module, stored: Stored) -> dict[str, dict[str, nn.Parameter | None]]:
-    """Return an adapter's values of the model's own parameters, by module (every one that has it) and by name there."""
-    values = {id(model.get_parameter(name)): value for name, value in stored.values.items()}
+    """Return an adapter's values of the model's own tensors, by module (every one that has it) and by name there."""
+    values = {id(tensor_of(model, name)): value for name, value in stored.values.items()}
     found: dict[str, dict[str, nn.Parameter | None]] = {}
     for name, module in model.named_modules() if values else []:
-        own = {key: values[id(p)] for key, p in module._parameters.items() if id(p) in values}
+        tensors = {**module._parameters, **module._buffers}
+        own = {key: values[id(tensor)] for key, tensor in tensors.items() if id(tensor) in values}
         if own:
             found[name] = own
     return found

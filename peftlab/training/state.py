@@ -24,7 +24,7 @@ from peftlab.checkpoints.tensors import unpickle
 from peftlab.environment import describe_cpu, peak_memory
 from peftlab.errors import PeftlabError
 from peftlab.files import STAGING_PREFIX, replacing
-from peftlab.methods.inject import trainable_parameters
+from peftlab.methods.inject import adapter_state, is_injected, trainable_parameters
 from peftlab.models.costs import Cost, kv_bytes_per_token
 from peftlab.progress import Phase, per_second
 from peftlab.training.distributed import full_tensors, optimiser_state, restore_optimiser, shard_like
@@ -184,7 +184,7 @@ def save_checkpoint(
     Args:
         directory: of the checkpoints.
         accelerator: devices and processes.
-        model: the wrapped model; its trainable parameters are saved.
+        model: the injected model; its trainable parameters are saved, and the buffers of what trains whole.
         optimiser: the wrapped optimiser.
         progress: of the run so far.
         keep: how many of the newest checkpoints stay.
@@ -194,7 +194,7 @@ def save_checkpoint(
     """
     state: Checkpoint = {
         "progress": asdict(progress),
-        "adapter": full_tensors(trainable_parameters(model)),
+        "adapter": full_tensors(_trained_state(model)),
         "optimiser": optimiser_state(optimiser, accelerator),
         "scaler": accelerator.scaler.state_dict() if accelerator.scaler is not None else None,
         "rng": gather_object([_rng_state()]),
@@ -297,14 +297,21 @@ def _digest_name(archive: zipfile.ZipFile) -> str:
     return f"{archive.namelist()[0].partition('/')[0]}/{_DIGEST}"  # torch reads archives of one directory only
 
 
+def _trained_state(model: nn.Module) -> dict[str, Tensor]:
+    """Return what changes in training, by name: the trainable parameters, and the buffers of what trains whole."""
+    state = adapter_state(model) if is_injected(model) else {}
+    buffers = {name: tensor for name, tensor in state.items() if not isinstance(tensor, nn.Parameter)}
+    return {**trainable_parameters(model), **buffers}
+
+
 def restore_adapter(model: nn.Module, state: Checkpoint) -> None:
-    """Copy a checkpoint's adapter into the trainable parameters of ``model``.
+    """Copy a checkpoint's adapter into ``model``.
 
     Args:
         model: the injected model, wrapped or not.
         state: what ``read_checkpoint`` returned.
     """
-    parameters = trainable_parameters(model)
+    parameters = _trained_state(model)
     if set(parameters) != set(state["adapter"]):
         raise PeftlabError("the checkpoint contains other parameters than the recipe trains")
     for name, tensor in state["adapter"].items():

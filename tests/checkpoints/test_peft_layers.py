@@ -11,8 +11,10 @@ import peft
 import pytest
 import torch
 import transformers
-from models import LLAMA, SMALL
+from models import LLAMA, SMALL, load
 from peft_round_trip import of, randomised, round_trip, saved_by_peft, trains_as_in_peft
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import peftlab
@@ -50,6 +52,15 @@ def siglip() -> Any:
 def vit() -> Any:
     config = transformers.ViTConfig(**SMALL | {"image_size": 16, "patch_size": 8})
     return randomised(transformers.ViTModel(config))
+
+
+def segformer() -> Any:
+    """Return a model whose decoder has a BatchNorm."""
+    config = transformers.SegformerConfig(
+        num_encoder_blocks=2, depths=[1, 1], sr_ratios=[2, 1], hidden_sizes=[8, 16], patch_sizes=[3, 3],
+        strides=[2, 2], num_attention_heads=[1, 2], mlp_ratios=[2, 2], decoder_hidden_size=16, num_labels=3,
+    )  # fmt: skip
+    return randomised(transformers.SegformerForSemanticSegmentation(config))
 
 
 def wav2vec2() -> Any:
@@ -183,6 +194,52 @@ def test_a_bias_that_no_base_has(tmp_path: Path) -> None:
     with pytest.raises(PeftlabError, match="q_proj cannot be merged: its base has no bias"):
         merge_checkpoint(tmp_path / "adapter", tmp_path / "base", tmp_path / "merged")
     assert not (tmp_path / "merged").exists()
+
+
+PIXELS = {"pixel_values": torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(1))}
+
+
+def test_running_statistics_of_a_module_to_save(tmp_path: Path) -> None:
+    fields = {"target_modules": ["q_proj", "v_proj"], "modules_to_save": ["decode_head"]}
+    model = round_trip(segformer, of(PIXELS), tmp_path, **fields)
+    norm = "decode_head.batch_norm"
+    assert load_file(tmp_path / "ours" / "adapter_model.safetensors").keys() >= {
+        f"base_model.model.{norm}.{name}" for name in ("weight", "running_mean", "running_var", "num_batches_tracked")
+    }
+    model.train()(**PIXELS)
+    peftlab.save_adapter(model, tmp_path / "again", state_dict=model.state_dict())
+    assert torch.equal(of(PIXELS)(peftlab.load_adapter(segformer(), tmp_path / "again")), of(PIXELS)(model))
+    assert model.get_buffer(f"{norm}.num_batches_tracked") == 3
+    peftlab.inject(model, peftlab.LoraConfig(target_modules=["q_proj"], train_head=False), name="another")
+    assert model.get_buffer(f"{norm}.num_batches_tracked") == 0
+    peftlab.set_adapter(model, "default")
+    assert model.get_buffer(f"{norm}.num_batches_tracked") == 3
+
+
+def test_running_statistics_of_a_head_that_the_base_has_not(tmp_path: Path) -> None:
+    segformer().segformer.save_pretrained(tmp_path / "base")
+    model = peftlab.inject_lora(segformer(), target_modules=["q_proj"], modules_to_save=["decode_head"])
+    model.train()(**PIXELS)
+    peftlab.save_adapter(model, tmp_path / "adapter")
+    merge_checkpoint(tmp_path / "adapter", tmp_path / "base", tmp_path / "merged")
+    merged = load(transformers.SegformerForSemanticSegmentation, tmp_path / "merged")
+    torch.testing.assert_close(of(PIXELS)(merged), of(PIXELS)(model))
+
+
+def test_a_parameter_of_integers_is_refused(tmp_path: Path) -> None:
+    model = peftlab.inject_lora(segformer(), target_modules=["q_proj"], modules_to_save=["decode_head"])
+    peftlab.save_adapter(model, tmp_path)
+    path = tmp_path / "adapter_model.safetensors"
+    with safe_open(path, "pt") as file:
+        header, tensors = file.metadata(), {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+    for key, message in (
+        ("decode_head.batch_norm.weight", "int64 values; trained weights are floating-point"),
+        ("decode_head.batch_norm.running_mean", "int64 values, the model's torch.float32"),
+    ):
+        changed = tensors | {f"base_model.model.{key}": tensors[f"base_model.model.{key}"].long()}
+        save_file(changed, path, metadata=header)
+        with pytest.raises(PeftlabError, match=message):
+            peftlab.load_adapter(segformer(), tmp_path)
 
 
 def test_embeddings_of_an_encoder_and_a_decoder(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -140,3 +141,43 @@ def test_other_methods_save_a_resized_vocabulary(tmp_path: Path) -> None:
     base = load(transformers.LlamaForCausalLM, tmp_path / "base")
     base.resize_token_embeddings(104)
     equal(new_tokens(peftlab.load_adapter(base, tmp_path / "ours")), new_tokens(model))
+
+
+LOST: dict[str, dict[str, Any]] = {
+    "embedding": {"target_modules": ["q_proj", "embed_tokens"]},
+    "output layer": {"target_modules": ["q_proj", "lm_head"]},
+    "rows": {"target_modules": ["q_proj"], "trainable_token_indices": [3, 9]},
+    "whole": {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]},
+}
+
+
+@pytest.mark.parametrize("stored", [False, True], ids=["active", "stored"])
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("case", LOST)
+def test_a_resized_vocabulary_would_lose_an_adapter_of_its_layers(case: str, tied: bool, stored: bool) -> None:
+    model: Any = peftlab.inject_lora(build("llama", tie_word_embeddings=tied), **LOST[case])
+    stir(model, 0.1)
+    if stored:
+        peftlab.inject(model, peftlab.LoraConfig(target_modules=["q_proj"]), name="another")
+    ids = of({"input_ids": torch.arange(3, 33).view(2, 15)})
+    for copied in (model, copy.deepcopy(model)):
+        before, expected = list(peftlab.trainable_parameters(copied)), ids(copied)
+        for size in ((104,), (90,), (None, 64), (96, 64)):
+            with pytest.raises(PeftlabError, match=r"the adapter default changes .*(embed_tokens|lm_head)"):
+                copied.resize_token_embeddings(*size)
+        for size in ((), (96,), (None, 32), (90, 8)):
+            assert copied.resize_token_embeddings(*size) is copied.get_input_embeddings()
+        assert list(peftlab.trainable_parameters(copied)) == before
+        equal(ids(copied), expected)
+    plain = peftlab.remove(model)
+    plain.resize_token_embeddings(104)
+    assert len(plain.get_input_embeddings().weight) == 104
+
+
+def test_without_an_adapter_in_its_layers_a_vocabulary_is_resized() -> None:
+    model: Any = peftlab.inject_lora(build("llama"), target_modules=["q_proj"])
+    before = list(peftlab.trainable_parameters(model))
+    embedding = model.resize_token_embeddings(104, mean_resizing=False)
+    assert embedding is model.get_input_embeddings() and len(embedding.weight) == model.config.vocab_size == 104
+    assert list(peftlab.trainable_parameters(model)) == before
+    assert "resize_token_embeddings" not in vars(peftlab.remove(model))

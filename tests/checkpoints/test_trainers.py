@@ -144,6 +144,19 @@ def test_gathered_values_are_written_in_place_of_the_models(base: str, tmp_path:
     assert not (tmp_path / "none").exists()
 
 
+def test_the_idiom_of_accelerates_loops_writes_the_adapter(base: str, tmp_path: Path) -> None:
+    model = stirred(injected(base))
+    model.save_pretrained(tmp_path / "plain")
+    model.save_pretrained(tmp_path / "torch", save_function=torch.save)
+    model.save_pretrained(
+        tmp_path / "loop", is_main_process=True, save_function=torch.save, state_dict=model.state_dict()
+    )
+    for name in ("torch", "loop"):
+        assert files(tmp_path / name) == files(tmp_path / "plain")
+        for file in files(tmp_path / "plain"):
+            assert (tmp_path / name / file).read_bytes() == (tmp_path / "plain" / file).read_bytes()
+
+
 def test_a_plain_module_gets_no_such_method() -> None:
     model = peftlab.inject_lora(nn.Sequential(nn.Linear(4, 4)), r=1)
     assert not hasattr(model, "save_pretrained")

@@ -278,3 +278,22 @@ def test_ten_thousand_linear_maps_are_planned_in_linear_time() -> None:
         return calls
 
     assert count(2000) < 20 * count(100)
+
+
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize(("name", "start"), [("llama", "pissa"), ("llama", "olora"), ("gpt2", "pissa")])
+def test_a_state_dict_of_another_base_brings_its_start(name: str, start: str, assign: bool) -> None:
+    """What PiSSA and OLoRA subtract is derived from the weights in the state dict, not from those before."""
+    model, inputs = build(name)
+    base = model(**inputs).logits.detach()
+    stir(peftlab.inject_lora(model, init_lora_weights=start))
+    expected = model(**inputs).logits.detach()
+    torch.manual_seed(9)
+    other = peftlab.inject_lora(type(model)(model.config).eval(), init_lora_weights=start)
+    other.load_state_dict(copy.deepcopy(model.state_dict()), assign=assign)
+    assert torch.equal(other(**inputs).logits, expected)
+    with peftlab.disabled(other):
+        assert torch.equal(other(**inputs).logits, base)
+    factors = {key: value for key, value in model.state_dict().items() if "lora_" in key}
+    other.load_state_dict(factors, strict=False)
+    assert torch.equal(other(**inputs).logits, expected)

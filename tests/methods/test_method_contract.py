@@ -24,7 +24,7 @@ from tiny_models import (
 )
 
 import peftlab
-from peftlab import PeftlabError
+from peftlab import LoraConfig, PeftlabError
 from peftlab.methods.base import parameters_under
 from peftlab.methods.config import METHODS
 from peftlab.methods.inject import count_parameters, injection_of, is_injected, trainable_parameters
@@ -184,6 +184,50 @@ def test_copies_and_pickles(method, architecture):
         train(twin, inputs, steps=1)
         assert torch.equal(logits(model, inputs), expected)
         assert same(peftlab.remove(twin).state_dict(), base(architecture).state_dict())
+
+
+@pytest.mark.parametrize("method", ["lora", "houlsby", "bitfit"])
+def test_the_handle_of_a_hook_removes_it_at_any_time(method):
+    """A hook acts once in each call until it is removed, whatever is injected or taken out; a copy keeps its own."""
+    model, inputs = base("bert"), batch("bert")
+    steps = [
+        lambda: peftlab.inject(model, config_of(method)),
+        lambda: peftlab.inject(model, LoraConfig(r=2, target_modules=["attention.output.dense"]), name="second"),
+        lambda: peftlab.set_adapter(model, "default"),
+        lambda: peftlab.delete_adapter(model, "second"),
+        lambda: peftlab.remove(model),
+        lambda: peftlab.merge(peftlab.inject_lora(model), keep=True),
+        lambda: peftlab.unmerge(model),
+        lambda: peftlab.merge(model),
+    ]
+    calls: list[str] = []
+    handles = []
+
+    def add(name):
+        leaf = model.bert.encoder.layer[0].attention.output.dense
+        handles.append(leaf.register_forward_hook(lambda *_: calls.append(name)))
+
+    def check(asked, count):
+        calls.clear()
+        logits(asked, inputs)
+        assert len(calls) == len(set(calls)) == count
+
+    for i, step in enumerate(steps):
+        add(f"before {i}, removed at once")
+        add(f"before {i}")
+        step()
+        check(model, len(handles))
+        handles.pop(-2).remove()
+        check(model, len(handles))
+        if i == 2:
+            with peftlab.adapter_names(model, ["default", "second"] * 2):
+                add("within")
+                check(model, len(handles))
+            twin, count = copy.deepcopy(model), len(handles)
+    for handle in handles:
+        handle.remove()
+    check(model, 0)
+    check(twin, count)
 
 
 @every

@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 from tiny_models import base, batch, logits, train
 from torch import nn
 
 import peftlab
 from peftlab import BitFitConfig, HoulsbyConfig, LoraConfig, PeftlabError
-from peftlab.methods.config import MethodConfig
+from peftlab.methods.config import FullConfig, MethodConfig
 from peftlab.methods.inject import injection_of
 
 LORA: dict[str, LoraConfig] = {
@@ -153,6 +154,30 @@ def test_a_frozen_part_of_an_adapter_stays_frozen(stored):
     peftlab.set_adapter(model, "plain")
     peftlab.set_adapter(model, "rank")
     assert list(peftlab.trainable_parameters(model)) == expected
+
+
+@pytest.mark.parametrize("name", ["plain", "dora", "whole", "words", "houlsby", "bitfit"])
+def test_a_frozen_adapter_is_saved_whole(name, stored, tmp_path):
+    """Freezing after training loses nothing, of the active adapter and of one that was active before."""
+    model = loaded(stored, name)
+    parts = {key: p for key, p in peftlab.trainable_parameters(model).items() if not key.endswith("lora_B")}
+    expected = load_file(stored[name][0] / "adapter_model.safetensors")
+
+    def saved(where: str, **options: Any) -> None:
+        ours = load_file(peftlab.save_adapter(model, tmp_path / where, **options) / "adapter_model.safetensors")
+        assert ours.keys() == expected.keys()
+        assert all(torch.equal(ours[key], expected[key]) for key in ours)
+
+    for parameter in parts.values():
+        parameter.requires_grad_(False)
+    saved("partly")
+    model.requires_grad_(False)
+    saved("active")
+    saved("given", state_dict=model.state_dict())
+    peftlab.inject(model, LoraConfig(r=2), name="another")
+    saved("stored", name=name)
+    peftlab.load_adapter(model, tmp_path / "stored", name=name)  # fills what is there, frozen or not
+    assert torch.equal(logits(model, batch("bert")), stored[name][1])
 
 
 def test_any_of_them_is_saved(stored, tmp_path):
@@ -354,3 +379,36 @@ def test_what_has_no_weighted_sum_is_refused(names, message, stored):
     with pytest.raises(PeftlabError, match=message):
         peftlab.add_weighted_adapter(model, names, [0.5, 0.5], "sum")
     assert traces(model) == before
+
+
+def resnet() -> nn.Module:
+    torch.manual_seed(3)
+    sizes: dict[str, Any] = {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic"}
+    config = transformers.ResNetConfig(**sizes, num_labels=3)
+    return transformers.ResNetForImageClassification(config).eval()
+
+
+def test_running_statistics_are_the_adapters_that_trains_their_norms(tmp_path):
+    generator = torch.Generator().manual_seed(1)
+    inputs = {"pixel_values": torch.randn(4, 3, 32, 32, generator=generator), "labels": torch.tensor([0, 1, 2, 0])}
+    model, expected = resnet(), {}
+    for name in ("one", "two"):
+        peftlab.inject(model, FullConfig(), name=name)
+        train(model, inputs, steps=2 if name == "one" else 4)
+        expected[name] = logits(model, inputs)
+        peftlab.save_adapter(model, tmp_path / name)
+    mean = "resnet.embedder.embedder.normalization.running_mean"
+    assert not torch.equal(model.get_buffer(mean), resnet().get_buffer(mean))
+    for name in ("one", "two"):
+        alone = peftlab.load_adapter(resnet(), tmp_path / name)
+        assert torch.equal(logits(alone, inputs), expected[name])
+        with peftlab.disabled(alone):
+            assert torch.equal(logits(alone, inputs), logits(resnet(), inputs))
+        peftlab.set_adapter(model, name)
+        assert torch.equal(logits(model, inputs), expected[name])
+    with peftlab.adapter_names(model, ["two", "one", "__base__", "two"]):
+        mixed = logits(model, inputs)
+    rows = torch.stack([expected["two"][0], expected["one"][1], logits(resnet(), inputs)[2], expected["two"][3]])
+    torch.testing.assert_close(mixed, rows, rtol=1e-5, atol=1e-5)
+    plain, base_state = peftlab.remove(model).state_dict(), resnet().state_dict()
+    assert plain.keys() == base_state.keys() and all(torch.equal(plain[key], base_state[key]) for key in plain)

@@ -11,9 +11,11 @@ import pytest
 import tiny
 import torch
 from accelerate import Accelerator
+from transformers import ResNetConfig, ResNetForImageClassification
 
 import peftlab
 from peftlab.errors import PeftlabError
+from peftlab.methods.config import FullConfig
 from peftlab.methods.inject import trainable_parameters
 from peftlab.pipelines.directory import launch
 from peftlab.training import state
@@ -59,6 +61,20 @@ def test_everything_comes_back(parts, tmp_path):
     after = read_checkpoint(tmp_path / "step-00000002.pt")
     for key in ("adapter", "optimiser"):
         tiny.assert_same(before[key], after[key], key)
+
+
+def test_running_statistics_come_back(tmp_path):
+    config = ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic", num_labels=3)
+    model = peftlab.inject(ResNetForImageClassification(config), FullConfig()).train()
+    optimiser = torch.optim.AdamW(trainable_parameters(model).values(), lr=0.1)
+    model(torch.randn(4, 3, 32, 32)).logits.sum().backward()
+    optimiser.step()
+    expected = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    accelerator = Accelerator()
+    save(tmp_path, (accelerator, model, optimiser), 1)
+    model(torch.randn(4, 3, 32, 32))
+    load_checkpoint(tmp_path, accelerator, model, optimiser)
+    assert all(torch.equal(buffer, expected[name]) for name, buffer in model.named_buffers())
 
 
 def test_the_newest_and_the_best_are_kept(parts, tmp_path):

@@ -6,7 +6,7 @@ and embeddings store Wᵀ; convolutions are linear maps over flattened windows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -107,6 +107,11 @@ class LowRank(AnyLeaf):
         with one_thread():
             factors = leading_part(self.weight, rank, self.scale, self.start, transposed=self.transposed)
         self.frozen_A, self.frozen_B = (factor.to(dtype) for factor in factors)
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Tensor], prefix: str, *args: object) -> None:
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        if f"{prefix}{self.matrix}" in state_dict:
+            self.update_start()
 
     def width(self) -> int:
         """Return the number of output features."""
