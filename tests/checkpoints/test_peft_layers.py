@@ -200,6 +200,25 @@ def test_positions_are_looked_up_where_the_subclass_looks() -> None:
     torch.testing.assert_close(of(TEXT)(peftlab.merge(model)), expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("fields", [{"padding_idx": 1}, {"padding_idx": -1, "scale_grad_by_freq": True}], ids=str)
+def test_gradients_of_an_embedding_s_factors(fields: dict[str, Any]) -> None:
+    """As in peft and in ``nn.Embedding``, the padding's row has none."""
+    options: dict[str, Any] = {"r": 2, "lora_alpha": 4, "target_modules": ["0"]}
+    ours = peftlab.inject_lora(nn.Sequential(randomised(nn.Embedding(6, 4, **fields))), **options)
+    theirs = peft.get_peft_model(nn.Sequential(randomised(nn.Embedding(6, 4, **fields))), peft.LoraConfig(**options))
+    gradients = []
+    for model in (ours, theirs):
+        factors = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        with torch.no_grad():
+            for parameter in factors:
+                parameter.copy_(values(*parameter.shape))
+        model(torch.tensor([[1, 2, 5, 5], [3, 1, 1, 0]])).square().sum().backward()
+        gradients.append([parameter.grad for parameter in factors])
+    torch.testing.assert_close(*gradients)
+    columns = gradients[0][0].count_nonzero(dim=0).tolist()  # of A (r, tokens)
+    assert columns == [2 * (token in (0, 1, 2, 3, 5) and token != fields["padding_idx"] % 6) for token in range(6)]
+
+
 def test_a_projection_that_attention_never_calls(tmp_path: Path) -> None:
     """peft adapts the output projection of nn.MultiheadAttention, without effect; a merge must not change it."""
     inputs = {"pixel_values": values(2, 3, 16, 16)}
