@@ -396,7 +396,7 @@ def _head(model: nn.Module, config: LoraConfig, names: set[str]) -> tuple[LoraCo
     chosen = [name for name in every if any(has_suffix(name, last) for last in config.modules_to_save or [])]
     head = [name for name, _ in model.named_parameters() if inside(name, heads) and not inside(name, chosen)]
     absent = [name for name in head if name not in names]
-    biases = config.bias == "all"  # which the file contains, those of a head too
+    biases = config.bias != "none"  # which the file contains, those of a head too
     if not absent or any(name in names and not (biases and has_suffix(name, "bias")) for name in head):
         return config, ()
     note = f"the adapter does not contain {', '.join(absent)}: the base model's values are used and do not train"
