@@ -107,7 +107,9 @@ def plan(model: nn.Module, config: LoraConfig) -> Plan:
             "name it in one of them"
         )
     replace |= tokens
-    in_place = parameters_under(model, [name for name in whole if name not in copied])
+    # A module whose parameters are all copied has none to train in place; another one has its bias, say.
+    rest = [n for n in whole if n not in copied or len(list(model.get_submodule(n).parameters())) > len(copied[n])]
+    in_place = parameters_under(model, rest)
     own = {f"{leaf}.{name}" for leaf, names in copied.items() for name in names}
     in_place = [name for name in in_place if name not in own]
     _refuse_trained_weights(model, parts, in_place)
