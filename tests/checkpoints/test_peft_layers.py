@@ -299,6 +299,7 @@ class Normed(nn.Embedding):
         (Causal(4, 4, 3), "not that of a plain convolution"),
         (Normed(), "uses other parameters too"),
         (nn.utils.parametrizations.weight_norm(nn.Conv1d(4, 4, 3)), "computed of other parameters"),
+        (nn.utils.weight_norm(nn.Linear(4, 4)), "computed of other parameters"),
     ],
 )
 def test_subclasses_that_compute_something_else(leaf: nn.Module, reason: str) -> None:

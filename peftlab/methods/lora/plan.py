@@ -534,15 +534,15 @@ def leaf_kind(module: nn.Module) -> type[LowRank] | None:
 
 
 def why_unsupported(module: nn.Module) -> str:
-    """Return why LoRA cannot act on an instance of a subclass of a class in ``leaves()``; "" for any other module."""
+    """Return why LoRA cannot act on an instance of a class in ``leaves()``, or of a subclass; "" for other modules."""
     if isinstance(module, nn.MultiheadAttention) and module.in_proj_weight is None:
         return "its queries, keys and values have different widths"
-    if type(module) in (known := leaves()) or not isinstance(module, tuple(known)):
+    if not isinstance(module, tuple(known := leaves())):
         return ""
     own, weight = has_own_forward(type(module)), module._parameters.get("weight")
-    if weight is None:
+    if weight is None and type(module) is not nn.MultiheadAttention:
         return "its weight is computed of other parameters"
-    if is_quantised(module):
+    if weight is None or type(module) in known or is_quantised(module):
         return ""
     if weight.dtype not in _SUMMABLE:
         return f"its weight is stored as {str(weight.dtype).removeprefix('torch.')}"
