@@ -351,7 +351,8 @@ def resolve_names(
     without_effect = {key for key in tensors if inside(key, unused) and key.rpartition(".")[2] in FACTORS}
     if uncalled := sorted({key.rpartition(".")[0] for key in without_effect}):
         tensors = {key: tensor for key, tensor in tensors.items() if key not in without_effect}
-        notes = (*notes, f"left out {', '.join(uncalled)}: attention never calls it, so that it has no effect")
+        reason = "the module above uses its weights and never calls it, so that an addition has no effect"
+        notes = (*notes, f"left out {', '.join(uncalled)}: {reason}")
     half = [name for name in uncalled_modules(model) if f"{name}.lora_A" in tensors]
     if half:
         notes = (

@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers
 from models import LLAMA, SMALL
-from peft_round_trip import of, randomised, round_trip, saved_by_peft, trains_as_in_peft
+from peft_round_trip import equal, of, randomised, round_trip, saved_by_peft, trains_as_in_peft
 from torch import nn
 
 import peftlab
@@ -227,6 +227,27 @@ def test_a_projection_that_attention_never_calls(tmp_path: Path) -> None:
     assert type(model.head.attention.out_proj) is type(siglip().head.attention.out_proj)
     with pytest.raises(PeftlabError, match=r"attention\.out_proj.*never calls it; name the Mult"):
         peftlab.inject_lora(siglip(), target_modules=["attention.out_proj"])
+
+
+def mamba() -> Any:
+    config = transformers.MambaConfig(vocab_size=96, hidden_size=32, state_size=4, num_hidden_layers=2)
+    model = transformers.MambaForCausalLM(config)
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.4)
+    return model.eval()
+
+
+def test_the_maps_that_mamba_calls_and_those_that_it_does_not(tmp_path: Path) -> None:
+    """Its kernels for training use the weight of ``x_proj`` alone, so that it takes LoRA by name, not by default."""
+    model = round_trip(mamba, of(TEXT), tmp_path, target_modules=["in_proj", "x_proj"])
+    loss = model.train()(**TEXT, labels=IDS).loss
+    loss.backward()
+    assert all(p.grad.abs().max() > 0 for name, p in model.named_parameters() if "x_proj.lora_" in name)
+    expected = saved_by_peft(mamba(), tmp_path / "more", of(TEXT), target_modules=["x_proj", "dt_proj"])
+    with pytest.warns(UserWarning, match=r"left out .*layers\.1\.mixer\.dt_proj: the module above .* never calls it"):
+        model = peftlab.load_adapter(mamba(), tmp_path / "more")
+    equal(of(TEXT)(model), expected)
 
 
 class Attending(nn.Module):

@@ -37,6 +37,7 @@ from peftlab.methods.lora.layers import (
     with_unshared_parameters,
 )
 from peftlab.models.architectures import (
+    CALLED_WITHOUT_KERNELS,
     FUSED,
     QUERY_VALUE,
     UNCALLED,
@@ -185,7 +186,8 @@ def _chosen(model: nn.Module, config: LoraConfig, body: list[str]) -> list[str]:
         return [name for name in names if not (name in parts and name.rpartition(".")[0] in whole)]
     outputs = getattr(model, "get_output_embeddings", lambda: None)()
     linear = [n for n in body if isinstance(model.get_submodule(n), (nn.Linear, *conv1d()))]
-    linear = [name for name in linear if model.get_submodule(name) is not outputs]
+    by_name = CALLED_WITHOUT_KERNELS.get(model_type(model), ())
+    linear = [n for n in linear if model.get_submodule(n) is not outputs and n.rpartition(".")[2] not in by_name]
     if config.target_modules is None and (language := language_part(model)):  # its images are seen as they were
         linear = [name for name in linear if inside(name, [language])]
     names = query_and_value(model, linear) if chosen == QUERY_AND_VALUE else linear
