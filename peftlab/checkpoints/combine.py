@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import reduce
+from numbers import Real
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -69,6 +70,9 @@ def combine(
         raise PeftlabError(f"adapters cannot be combined by {method!r}{hint}: one of {', '.join(methods)}")
     if not adapters or len(adapters) != len(weights):
         raise PeftlabError(f"{len(adapters)} adapters need as many weights, not {len(weights)}")
+    for weight in weights:
+        if not isinstance(weight, Real) or not math.isfinite(weight):
+            raise PeftlabError(f"the weight of an adapter is a finite number, not {weight!r}")
     if not 0 < density <= 1:
         raise PeftlabError(f"density is {density}, not in (0, 1]")
     if rank is not None and (method != "svd" or rank < 1):

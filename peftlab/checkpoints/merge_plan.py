@@ -28,7 +28,7 @@ from peftlab.methods.lora.layers import OwnCopy
 from peftlab.models.architectures import NoValues, PlainModel, inside, plain_model
 from peftlab.models.config import Into
 from peftlab.models.load import Bounded, Place, check_sizes, empty_model, load_config, places, tied_names
-from peftlab.models.quantised import BaseFormat
+from peftlab.models.quantised import STORED, BaseFormat
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -83,6 +83,11 @@ class MergeOptions:
     push_to_hub: str | None = None
     recipe: str | None = None
     training: Training | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.dtype, torch.dtype | None):
+            right = STORED.get(str(self.dtype)) or f"one of {', '.join(map(str, STORED.values()))}"
+            raise PeftlabError(f"MergeOptions: dtype {self.dtype!r} is not a torch.dtype; write {right}")
 
     @property
     def precision(self) -> torch.dtype:

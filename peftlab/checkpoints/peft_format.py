@@ -352,7 +352,8 @@ def resolve_names(
     without_effect = {key for key in tensors if inside(key, unused) and key.rpartition(".")[2] in FACTORS}
     if uncalled := sorted({key.rpartition(".")[0] for key in without_effect}):
         tensors = {key: tensor for key, tensor in tensors.items() if key not in without_effect}
-        notes = (*notes, f"left out {', '.join(uncalled)}: attention never calls it, so that it has no effect")
+        reason = "the module above uses its weights and never calls it, so that an addition has no effect"
+        notes = (*notes, f"left out {', '.join(uncalled)}: {reason}")
     half = [name for name in uncalled_modules(model) if f"{name}.lora_A" in tensors]
     if half:
         notes = (
@@ -397,7 +398,7 @@ def _head(model: nn.Module, config: LoraConfig, names: set[str]) -> tuple[LoraCo
     chosen = [name for name in every if any(has_suffix(name, last) for last in config.modules_to_save or [])]
     head = [name for name, _ in model.named_parameters() if inside(name, heads) and not inside(name, chosen)]
     absent = [name for name in head if name not in names]
-    biases = config.bias == "all"  # which the file contains, those of a head too
+    biases = config.bias != "none"  # which the file contains, those of a head too
     if not absent or any(name in names and not (biases and has_suffix(name, "bias")) for name in head):
         return config, ()
     note = f"the adapter does not contain {', '.join(absent)}: the base model's values are used and do not train"
@@ -549,11 +550,7 @@ def to_peft_config(model: nn.Module, injection: Injection, reference: str | None
     leaves = [name for name in low_rank if not _of_attention(model, name)]
     matrices = [name for name in leaves if name.rpartition(".")[2] in _treated_as_experts(model)]
     matrices = [] if config.use_dora else matrices
-    modules = {name for name, _ in model.named_modules()}
-    # peft lists modules there; a single parameter of a head it finds by its key alone.
-    whole = [name for name in fully_trained(model, config.modules_to_save, head=config.train_head) if name in modules]
-    twins = {name.rpartition(".")[0] for name in _whole_tied_aliases(model)}
-    whole += sorted(twins - set(whole))
+    whole, twins = _saved_modules(model, config)
     transposed = any(isinstance(model.get_submodule(name), conv1d()) for name in injection.replaced)
     ranks, alphas = _ranks_and_alphas(model, config, leaves, matrices)
     task, kind = _task_type(model, whole), type(model)
@@ -587,7 +584,8 @@ def to_peft_config(model: nn.Module, injection: Injection, reference: str | None
         + [f"{name}.weight" for name in matrices],
         # peft (0.21) makes a linear map of whatever is tied to the input embedding: encoder-decoder models, which share
         # it between embeddings, would not run. Without the flag peft computes the same, and trains them apart.
-        "ensure_weight_tying": bool(twins) and all(isinstance(model.get_submodule(n), nn.Linear) for n in twins),
+        "ensure_weight_tying": twins != []
+        and all(name in whole and isinstance(model.get_submodule(name), nn.Linear) for name in twins),
         "trainable_token_indices": config.trainable_token_indices,
     }
     return raw | {key: value for key, value in optional.items() if value}
@@ -600,6 +598,7 @@ def adapter_tensors(
 
     A leaf whose update is B·A − B0·A0 (PiSSA, OLoRA), or acts on parts of its rows, is written as the plain LoRA
     of greater rank that it equals. A tensor that is tied to another one is written under both names, as peft does.
+    What is frozen in a module of ``modules_to_save`` is written too: peft expects all of it.
 
     Args:
         model: with the adapter injected. injection: of the adapter. others: further tensors, by parameter name.
@@ -607,6 +606,12 @@ def adapter_tensors(
     tensors = {name: parameter.detach() for name, parameter in adapter_state(model).items()}
     tensors |= {**(others or {}), **{name: model.get_parameter(name).detach() for name in injection.frozen}}
     tensors |= {twin: tensors[name] for twin, name in _whole_tied_aliases(model).items()}
+    assert isinstance(injection.config, LoraConfig)
+    saved, _ = _saved_modules(model, injection.config)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owner, _, last = name.rpartition(".")
+        if inside(name, saved) and name not in tensors and f"{owner}.own_{last}" not in tensors:
+            tensors[name] = parameter.detach()
     for name in injection.replaced:
         leaf = model.get_submodule(name)
         if _rank_grew(leaf):
@@ -620,6 +625,26 @@ def tied_aliases(model: nn.Module) -> dict[str, str]:
     known = {id(parameter): name for name, parameter in adapter_state(model).items()}
     every = model.named_parameters(remove_duplicate=False)
     return {name: known[id(p)] for name, p in every if id(p) in known and known[id(p)] != name}
+
+
+def _saved_modules(model: nn.Module, config: LoraConfig) -> tuple[list[str], list[str]]:
+    """Return the modules of peft's ``modules_to_save``, and the modules that share a trained weight with one of them.
+
+    A single parameter of a head, and a bias that trains by ``bias``, peft finds by its key alone.
+
+    Args:
+        model: with the adapter injected. config: of the adapter.
+    """
+    modules = {name for name, _ in model.named_modules()}
+    whole = [name for name in fully_trained(model, config.modules_to_save, head=config.train_head) if name in modules]
+    aliases = {
+        twin: name
+        for twin, name in _whole_tied_aliases(model).items()
+        if config.bias == "none" or not has_suffix(twin, "bias")
+    }
+    within = {t for t, name in aliases.items() if any(inside(t, [one]) and inside(name, [one]) for one in whole)}
+    twins = sorted({twin.rpartition(".")[0] for twin in aliases.keys() - within})
+    return whole + [name for name in twins if not inside(name, whole)], twins
 
 
 def _whole_tied_aliases(model: nn.Module) -> dict[str, str]:

@@ -67,6 +67,11 @@ def inject(model: ModelT, config: MethodConfig | PeftConfig, *, name: str = DEFA
         PeftlabError: the model has an adapter of that name, a pattern matches nothing, nothing would train, or
             what would train in place is stored in 4 or 8 bits.
     """
+    if not isinstance(model, nn.Module):
+        raise PeftlabError(
+            f"a method is injected into a model in memory, not {model!r}: load it first, for instance by "
+            "transformers' AutoModelForCausalLM.from_pretrained"
+        )
     config = own_config(config)
     refuse_compiled(model)
     refuse_wrapped(model)
@@ -699,6 +704,10 @@ def _injections(model: nn.Module) -> list[Injection]:
 
 def _check_loaded(model: nn.Module, name: str) -> None:
     names = loaded_adapters(model)
+    if not isinstance(name, str):
+        several = isinstance(name, (list, tuple, set))
+        hint = "; one is active at a time, and peftlab.add_weighted_adapter makes one of several" if several else ""
+        raise PeftlabError(f"the name of an adapter is a string ({', '.join(names) or 'none'}), not {name!r}{hint}")
     if name not in names:
         here = f"it has {', '.join(names)}" if names else "it has none"
         raise PeftlabError(f"this {type(model).__name__} has no adapter {name!r}: {here}{did_you_mean(name, names)}")

@@ -172,12 +172,16 @@ QUERY_VALUE: dict[str, tuple[str, ...]] = {
 # model_type -> modules whose weights the module above them uses without calling them, by name suffix: as an argument of
 # a fused kernel, or in a product of its own. A low-rank addition to one would not act.
 UNCALLED: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("mamba", "falcon_mamba"), ("conv1d", "x_proj", "dt_proj", "out_proj")),
-    **dict.fromkeys(
-        ("mamba2", "bamba", "zamba2", "granitemoehybrid", "nemotron_h", "falcon_h1"), ("conv1d", "out_proj")
-    ),
-    "jamba": ("conv1d", "dt_proj"),
+    **dict.fromkeys(("mamba", "falcon_mamba", "jamba"), ("conv1d", "dt_proj")),
+    **dict.fromkeys(("mamba2", "bamba", "zamba2", "granitemoehybrid", "nemotron_h", "falcon_h1"), ("conv1d",)),
     "wavlm": ("q_proj", "k_proj", "v_proj", "out_proj"),
+}
+
+# model_type -> modules that are called but in training with mamba_ssm's kernels, which use their weights alone: an
+# addition computes, and trains where there are no kernels. They are adapted by name, not by default.
+CALLED_WITHOUT_KERNELS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("mamba", "falcon_mamba"), ("x_proj", "out_proj")),
+    **dict.fromkeys(("mamba2", "bamba", "zamba2", "granitemoehybrid", "nemotron_h", "falcon_h1"), ("out_proj",)),
 }
 
 

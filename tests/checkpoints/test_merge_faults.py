@@ -31,6 +31,13 @@ def parts(tmp_path: Path) -> tuple[Path, Path]:
     return base, adapt(load(type(build("llama")), base), tmp_path / "adapter", target_modules="all-linear")
 
 
+def test_a_dtype_is_torchs() -> None:
+    with pytest.raises(PeftlabError, match=r"dtype 'bf16' is not a torch.dtype; write torch.bfloat16$"):
+        MergeOptions(dtype="bf16")
+    with pytest.raises(PeftlabError, match=r"dtype 'int4' .*one of torch.float32, torch.bfloat16, torch.float16"):
+        MergeOptions(dtype="int4")
+
+
 @pytest.mark.parametrize("kills", [6, pytest.param(30, marks=pytest.mark.long)])
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_killed_at_any_moment(parts: tuple[Path, Path], tmp_path: Path, overwrite: bool, kills: int) -> None:

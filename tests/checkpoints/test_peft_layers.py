@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers
 from models import LLAMA, SMALL, load
-from peft_round_trip import of, randomised, round_trip, saved_by_peft, trains_as_in_peft
+from peft_round_trip import equal, of, randomised, round_trip, saved_by_peft, trains_as_in_peft
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -257,6 +257,25 @@ def test_positions_are_looked_up_where_the_subclass_looks() -> None:
     torch.testing.assert_close(of(TEXT)(peftlab.merge(model)), expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("fields", [{"padding_idx": 1}, {"padding_idx": -1, "scale_grad_by_freq": True}], ids=str)
+def test_gradients_of_an_embedding_s_factors(fields: dict[str, Any]) -> None:
+    """As in peft and in ``nn.Embedding``, the padding's row has none."""
+    options: dict[str, Any] = {"r": 2, "lora_alpha": 4, "target_modules": ["0"]}
+    ours = peftlab.inject_lora(nn.Sequential(randomised(nn.Embedding(6, 4, **fields))), **options)
+    theirs = peft.get_peft_model(nn.Sequential(randomised(nn.Embedding(6, 4, **fields))), peft.LoraConfig(**options))
+    gradients = []
+    for model in (ours, theirs):
+        factors = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        with torch.no_grad():
+            for parameter in factors:
+                parameter.copy_(values(*parameter.shape))
+        model(torch.tensor([[1, 2, 5, 5], [3, 1, 1, 0]])).square().sum().backward()
+        gradients.append([parameter.grad for parameter in factors])
+    torch.testing.assert_close(*gradients)
+    columns = gradients[0][0].count_nonzero(dim=0).tolist()  # of A (r, tokens)
+    assert columns == [2 * (token in (0, 1, 2, 3, 5) and token != fields["padding_idx"] % 6) for token in range(6)]
+
+
 def test_a_projection_that_attention_never_calls(tmp_path: Path) -> None:
     """peft adapts the output projection of nn.MultiheadAttention, without effect; a merge must not change it."""
     inputs = {"pixel_values": values(2, 3, 16, 16)}
@@ -265,6 +284,27 @@ def test_a_projection_that_attention_never_calls(tmp_path: Path) -> None:
     assert type(model.head.attention.out_proj) is type(siglip().head.attention.out_proj)
     with pytest.raises(PeftlabError, match=r"attention\.out_proj.*never calls it; name the Mult"):
         peftlab.inject_lora(siglip(), target_modules=["attention.out_proj"])
+
+
+def mamba() -> Any:
+    config = transformers.MambaConfig(vocab_size=96, hidden_size=32, state_size=4, num_hidden_layers=2)
+    model = transformers.MambaForCausalLM(config)
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.4)
+    return model.eval()
+
+
+def test_the_maps_that_mamba_calls_and_those_that_it_does_not(tmp_path: Path) -> None:
+    """Its kernels for training use the weight of ``x_proj`` alone, so that it takes LoRA by name, not by default."""
+    model = round_trip(mamba, of(TEXT), tmp_path, target_modules=["in_proj", "x_proj"])
+    loss = model.train()(**TEXT, labels=IDS).loss
+    loss.backward()
+    assert all(p.grad.abs().max() > 0 for name, p in model.named_parameters() if "x_proj.lora_" in name)
+    expected = saved_by_peft(mamba(), tmp_path / "more", of(TEXT), target_modules=["x_proj", "dt_proj"])
+    with pytest.warns(UserWarning, match=r"left out .*layers\.1\.mixer\.dt_proj: the module above .* never calls it"):
+        model = peftlab.load_adapter(mamba(), tmp_path / "more")
+    equal(of(TEXT)(model), expected)
 
 
 class Attending(nn.Module):
@@ -337,6 +377,7 @@ class Normed(nn.Embedding):
         (Causal(4, 4, 3), "not that of a plain convolution"),
         (Normed(), "uses other parameters too"),
         (nn.utils.parametrizations.weight_norm(nn.Conv1d(4, 4, 3)), "computed of other parameters"),
+        (nn.utils.weight_norm(nn.Linear(4, 4)), "computed of other parameters"),
     ],
 )
 def test_subclasses_that_compute_something_else(leaf: nn.Module, reason: str) -> None:

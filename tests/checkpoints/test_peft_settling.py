@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers
 from models import LLAMA, SMALL, build, load, save_base, stir
+from peft_round_trip import of, randomised, round_trip
 from safetensors.torch import load_file, save_file
 
 import peftlab
@@ -74,6 +75,26 @@ def test_a_head_of_which_peft_trained_a_part(tmp_path: Path) -> None:
         model = peftlab.load_adapter(deberta(), tmp_path)
     torch.testing.assert_close(logits(model), expected, rtol=1e-5, atol=1e-6)
     assert {n for n in trainable_parameters(model) if "lora" not in n} == {"classifier.weight", "classifier.bias"}
+
+
+@pytest.mark.parametrize("bias", ["lora_only", "all"])
+@pytest.mark.parametrize(
+    ("task", "targets"),
+    [
+        ("BertForTokenClassification", ["query", "classifier"]),
+        ("BertForQuestionAnswering", ["query", "qa_outputs"]),
+        ("BertForMultipleChoice", ["query", "classifier"]),
+        ("RobertaForSequenceClassification", ["query", "classifier.out_proj"]),
+    ],
+)
+def test_factors_and_biases_in_a_head(tmp_path: Path, task: str, targets: list[str], bias: str) -> None:
+    def make() -> Any:
+        kind = getattr(transformers, task)
+        return randomised(kind(kind.config_class(**SMALL, max_position_embeddings=40)))
+
+    ids = torch.arange(3, 33).view(2, 15)
+    compute = of({"input_ids": ids.view(1, 2, 15) if "Choice" in task else ids})
+    round_trip(make, compute, tmp_path, target_modules=targets, bias=bias)
 
 
 @pytest.mark.parametrize("lost", ["classifier.dense.weight", "classifier"])

@@ -11,7 +11,8 @@ import peft
 import pytest
 import torch
 import transformers
-from models import build, load, save_base, stir
+from models import SMALL, build, load, save_base, stir
+from peft_round_trip import randomised
 from safetensors.torch import load_file, save_file
 
 import peftlab
@@ -96,6 +97,53 @@ def test_what_we_train_peft_reads_alike(tmp_path: Path, modules: list[str], tied
     torch.testing.assert_close(logits(load(KIND, tmp_path / "merged")), expected, rtol=1e-5, atol=1e-6)
     config = json.loads((tmp_path / "merged" / "config.json").read_text())
     assert config["tie_word_embeddings"] is tied
+
+
+S: dict[str, Any] = {**SMALL, "pad_token_id": 0, "max_position_embeddings": 40}
+MASKED: dict[str, dict[str, Any]] = {
+    "Bert": S,
+    "Roberta": S,
+    "DebertaV2": S,
+    "Electra": {**S, "embedding_size": 16},
+    "ModernBert": S | dict.fromkeys(("bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id"), 1),
+    "DistilBert": {"dim": 32, "hidden_dim": 48, "n_layers": 2, "n_heads": 4, "vocab_size": 96},
+}
+WORDS, HEADS = {"ModernBert": "tok_embeddings"}, {"Roberta": "lm_head", "ModernBert": "decoder"}
+HEADS |= {"Electra": "generator_lm_head", "DistilBert": "vocab_projector"}
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("trained", ["words", "head", "both", "biases"])
+@pytest.mark.parametrize("name", MASKED)
+def test_masked_language_models(tmp_path: Path, name: str, trained: str, tied: bool) -> None:
+    """Their output layer has a bias of its own beside the embedding's weight: peft expects both where it saves one."""
+    words, head = WORDS.get(name, "word_embeddings"), HEADS.get(name, "cls")
+    modules = {"words": [words], "head": [head], "both": [head, words], "biases": None}[trained]
+    kind = getattr(transformers, f"{name}ForMaskedLM")
+
+    def make() -> Any:
+        return randomised(kind(kind.config_class(**MASKED[name])))
+
+    options: dict[str, Any] = {"modules_to_save": modules, "bias": "all" if trained == "biases" else "none"}
+    model = peftlab.inject_lora(make(), ensure_weight_tying=tied, **options)
+    stir(model, 0.1)
+    expected = logits(model)
+    peftlab.save_adapter(model, tmp_path / "adapter")
+    theirs = peft.PeftModel.from_pretrained(make(), str(tmp_path / "adapter"))
+    torch.testing.assert_close(logits(theirs), expected, rtol=1e-4, atol=1e-5)
+    again = peftlab.load_adapter(make(), tmp_path / "adapter")
+    torch.testing.assert_close(logits(again), expected, rtol=1e-4, atol=1e-5)
+    assert trainable_parameters(again).keys() == trainable_parameters(model).keys()
+    merge_checkpoint(tmp_path / "adapter", save_base(make(), tmp_path / "base"), tmp_path / "merged")
+    torch.testing.assert_close(logits(load(kind, tmp_path / "merged")), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(logits(peftlab.merge(again)), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_copy_of_a_tied_weight_trains_with_the_bias_beside_it() -> None:
+    model = transformers.DistilBertForMaskedLM(transformers.DistilBertConfig(**MASKED["DistilBert"]))
+    peftlab.inject_lora(model, modules_to_save=["vocab_projector"], ensure_weight_tying=False)
+    names = {name for name in trainable_parameters(model) if "lora" not in name}
+    assert names == {"vocab_projector.own_weight", "vocab_projector.bias"}
 
 
 def test_unmerge_parts_them_again() -> None:

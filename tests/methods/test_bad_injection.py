@@ -223,6 +223,11 @@ def test_a_weight_that_trains_under_another_name_takes_no_addition():
         )
 
 
+def test_a_model_s_name_is_not_the_model():
+    with pytest.raises(PeftlabError, match=r"in memory, not 'some/model': load it first"):
+        peftlab.inject_lora("some/model")
+
+
 def test_a_model_that_is_itself_the_leaf():
     with pytest.raises(PeftlabError, match="no module holds it"):
         peftlab.inject_lora(torch.nn.Linear(8, 8), target_modules="all-linear")

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import peftlab
+from peftlab.errors import PeftlabError
 from peftlab.methods.lora import functional
 from peftlab.methods.lora.dropout import Dropped, dropout, keep_mask
 from peftlab.methods.lora.functional import MASK_BLOCK, low_rank_linear
@@ -108,6 +109,43 @@ def test_gradients_are_those_of_the_formula():
     ours, theirs = (torch.autograd.grad(out, (x, bias, a, b), up) for out in (y, expected))
     for mine, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine, other)
+
+
+@pytest.mark.parametrize("p", [0.0, 0.3])
+def test_second_derivatives(p):
+    generator = torch.Generator().manual_seed(4)
+    x, w, bias, a, b = (
+        torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
+        for shape in ((3, 8), (4, 8), (4,), (2, 8), (4, 2))
+    )
+
+    def y(*operands: Tensor) -> Tensor:
+        torch.manual_seed(1)
+        return low_rank_linear(operands[0], w.detach(), *operands[1:], 0.5, p).square()
+
+    assert torch.autograd.gradgradcheck(y, (x, bias, a, b))
+    first = torch.autograd.grad(y(x, bias, a, b).sum(), (x, bias, a, b))
+    again = torch.autograd.grad(y(x, bias, a, b).sum(), (x, bias, a, b), create_graph=True)
+    torch.testing.assert_close(first, again)
+
+
+@pytest.mark.parametrize("p", [0.0, 0.3])
+def test_second_derivatives_beside_compiled_products(p):
+    x, w, a, b = (torch.randn(shape).requires_grad_() for shape in ((1024, 64), (8, 64), (4, 64), (8, 4)))
+    first, again = (
+        torch.autograd.grad(low_rank_linear(x, w.detach(), None, a, b, 0.5, p).square().mean(), (x, a, b), **graph)
+        for graph in ({}, {"create_graph": True})
+        if torch.manual_seed(1)
+    )
+    torch.testing.assert_close(first, again)
+    assert all(t.requires_grad for t in again)
+
+
+def test_second_derivatives_where_b_trains_alone():
+    x, w, a, b = (torch.randn(shape) for shape in ((3, 8), (4, 8), (2, 8), (4, 2)))
+    y = low_rank_linear(x, w, None, a, b.requires_grad_(), 0.5)
+    with pytest.raises(PeftlabError, match="second derivatives of LoRA need A to train too"):
+        torch.autograd.grad(y.square().sum(), b, create_graph=True)
 
 
 LONG = (2 * MASK_BLOCK + 1000) // 64  # rows of width 64 that make two blocks or more, the last of them shorter

@@ -148,6 +148,39 @@ def test_gradients_equal_pefts(dora: bool) -> None:
         assert torch.allclose(parameter.grad, their[key].grad, rtol=1e-4, atol=1e-5), key
 
 
+@pytest.mark.parametrize("dora", [False, True])
+def test_transforms_of_torch_func_equal_pefts(dora: bool) -> None:
+    options: dict[str, Any] = {"r": 2, "lora_alpha": 4, "target_modules": ["0"], "use_dora": dora}
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
+    found: list[Any] = []
+    for ours in (True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 5), nn.Tanh())
+        wrapped = None if ours else peft.get_peft_model(model, peft.LoraConfig(**options))
+        model = peftlab.inject_lora(model, **options) if wrapped is None else wrapped.base_model.model
+        factors = {
+            name: torch.randn(p.shape, generator=torch.Generator().manual_seed(2))
+            for name, p in model.named_parameters()
+            if p.requires_grad
+        }
+        model.load_state_dict(factors, strict=False)
+
+        def output(factors: dict[str, torch.Tensor], x: torch.Tensor, model: nn.Module = model) -> torch.Tensor:
+            return torch.func.functional_call(model, factors, (x,))
+
+        def loss(factors: dict[str, torch.Tensor], x: torch.Tensor, output: Any = output) -> torch.Tensor:
+            return output(factors, x).square().sum()
+
+        of_each = torch.func.vmap(torch.func.grad(loss), (None, 0))(factors, x[:, None])
+        along = torch.func.jvp(lambda x, f=factors, output=output: output(f, x), (x,), (torch.ones_like(x),))
+        curvature = torch.func.hessian(loss, argnums=1)(factors, x)
+        found.append([*(each for _, each in sorted(of_each.items())), *along, curvature])
+        with torch.autograd.forward_ad.dual_level():
+            dual = model(torch.autograd.forward_ad.make_dual(x, torch.ones_like(x)))
+            torch.testing.assert_close(torch.autograd.forward_ad.unpack_dual(dual).tangent, along[1])
+    torch.testing.assert_close(*found)
+
+
 def test_parts_train_only_their_rows() -> None:
     model, _ = build("gpt2")
     peftlab.inject_lora(model, r=4, target_modules=["c_attn.q", "c_attn.v"])

@@ -308,6 +308,11 @@ def test_names(stored):
     for name in ("", "a.b", "__base__"):
         with pytest.raises(PeftlabError, match="cannot be called"):
             peftlab.load_adapter(model, stored["rank"][0], name=name)
+    with pytest.raises(PeftlabError, match=r"a string \(plain\), not \['plain', 'b'\]; one is active .*add_weighted"):
+        peftlab.set_adapter(model, ["plain", "b"])
+    for call in (peftlab.set_adapter, peftlab.delete_adapter):
+        with pytest.raises(PeftlabError, match=r"a string \(plain\), not None$"):
+            call(model, None)
     assert peftlab.loaded_adapters(model) == ["plain"]
 
 
@@ -353,6 +358,14 @@ def test_several_at_once_with_weights(stored):
     assert peftlab.loaded_adapters(model) == ["sum", "pissa", "words", "rank"]
     torch.testing.assert_close(logits(model, batch("bert")), logits(summed, batch("bert")), rtol=1e-4, atol=1e-4)
     assert not torch.allclose(logits(model, batch("bert")), logits(base("bert"), batch("bert")), atol=1e-2)
+
+
+@pytest.mark.parametrize("weight", ["0.5", None, float("nan"), float("inf")])
+def test_weights_are_finite_numbers(stored, weight):
+    model = loaded(stored, "plain")
+    with pytest.raises(PeftlabError, match=f"a finite number, not {weight!r}"):
+        peftlab.add_weighted_adapter(model, ["plain", "plain"], [0.5, weight], "sum")
+    assert peftlab.loaded_adapters(model) == ["plain"]
 
 
 def _one(model: nn.Module, name: str) -> nn.Module:

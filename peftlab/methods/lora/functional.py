@@ -16,9 +16,10 @@ from types import ModuleType
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
-from torch.autograd.function import once_differentiable
+from torch.autograd import Function, forward_ad
+from torch.nn.functional import dropout, linear
 
+from peftlab.errors import PeftlabError
 from peftlab.methods.base import FOLDING, Folding
 from peftlab.methods.config import Start
 from peftlab.methods.lora.dropout import Dropped, keep_mask, plain_on_cpu
@@ -63,6 +64,10 @@ def low_rank_linear(
         weight = weight.to(dtype)
     if bias is not None and bias.dtype != dtype:
         bias = bias.to(dtype)
+    if _transformed():
+        with torch.autocast(device, enabled=False):
+            low = linear(linear(dropout(x, p) if p > 0 else x, a), b)
+            return linear(x, _dense(weight, dtype), bias) + low * scale
     rows = x.reshape(-1, x.shape[-1])
     kernels = _kernels() if _compiles(rows, a, p) else None
     dropped: Dropped | Tensor | None = None
@@ -72,6 +77,13 @@ def low_rank_linear(
     with torch.autocast(device, enabled=False):
         y = LowRankLinear.apply(rows, weight, bias, a, b, scale, dropped, kernels)
     return y.view(*x.shape[:-1], y.shape[-1])
+
+
+def _transformed() -> bool:
+    """Return whether a transform of ``torch.func`` or forward-mode differentiation is active."""
+    if torch.compiler.is_compiling():
+        return False
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 def _compiles(x: Tensor, a: Tensor, p: float) -> bool:
@@ -109,7 +121,7 @@ class LowRankLinear(Function):
 
     For backward it keeps A, B, x where A trains, (x∘keep)·Aᵀ (N, r) where B does, and a mask as one byte an element, a
     rule as nothing; W is held by the layer in any case. Both products add into one buffer in place. A W that a function
-    makes exists during each of the two passes alone.
+    makes exists during each of the two passes alone. Second derivatives (``create_graph``) are computed of x again.
     """
 
     @staticmethod
@@ -139,9 +151,10 @@ class LowRankLinear(Function):
         return add(h, b.t(), alpha=scale)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: AutogradContext, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, h, a, b, keep = ctx.saved_tensors
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            return _differentiable_gradients(ctx, grad)
         # The same product (N, r), transposed on CPUs: MKL takes half the time where the long side comes second.
         grad_h = (b.t().mm(grad.t()).t() if grad.is_cpu else grad.mm(b)).mul_(ctx.scale)
         grad_x = grad.mm(_dense(ctx.weight, grad.dtype)) if ctx.needs_input_grad[0] else None
@@ -155,6 +168,34 @@ class LowRankLinear(Function):
         grad_b = None if h is None else h.t().mm(grad).t().mul_(ctx.scale)
         grad_bias = grad.sum(0) if ctx.needs_input_grad[2] else None
         return grad_x, None, grad_bias, grad_a, grad_b, None, None, None
+
+
+def _differentiable_gradients(ctx: AutogradContext, grad: Tensor) -> tuple[Tensor | None, ...]:
+    """Return what ``LowRankLinear.backward`` does, with a graph for second derivatives.
+
+    Args:
+        ctx: of the forward pass. grad: of y (N, out).
+
+    Raises:
+        PeftlabError: B trains and A does not, so that the input was not kept.
+    """
+    x, h, a, b, keep = ctx.saved_tensors
+    if x is None and h is not None:
+        raise PeftlabError("second derivatives of LoRA need A to train too: for B alone the input is not kept")
+    if isinstance(ctx.dropped, Dropped):
+        rows = len(grad), a.shape[1]
+        keep = torch.from_numpy(ctx.dropped.kept(0, rows[0] * rows[1])).view(rows)
+    grad_h = grad.mm(b) * ctx.scale
+    grad_a = grad_b = grad_x = None
+    if x is not None:
+        kept = x if keep is None else x * keep
+        grad_a = grad_h.t().mm(kept)
+        grad_b = None if h is None else grad.t().mm(kept.mm(a.t())) * ctx.scale
+    if ctx.needs_input_grad[0]:
+        low = grad_h.mm(a)
+        grad_x = grad.mm(_dense(ctx.weight, grad.dtype)) + (low if keep is None else low * keep)
+    grad_bias = grad.sum(0) if ctx.needs_input_grad[2] else None
+    return grad_x, None, grad_bias, grad_a, grad_b, None, None, None
 
 
 def masked_product(x: Tensor, keep: Tensor, a: Tensor) -> Tensor:

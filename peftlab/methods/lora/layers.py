@@ -228,7 +228,8 @@ class LoraEmbedding(LowRank, nn.Embedding):
         if has_own_forward(self.base_class):  # which scales what it looks up, or computes where to look
             rows = self.base_class.forward(with_weight(self, a.t()), input, *args, **kwargs)
         else:
-            rows = F.embedding(input, a.t())
+            # Without max_norm, which would shrink columns of A in place, and sparse: Aᵀ's gradient has to be dense.
+            rows = F.embedding(input, a.t(), self.padding_idx, scale_grad_by_freq=self.scale_grad_by_freq)
         low = (rows @ b.t()).to(base.dtype) * self.scale
         if self.lora_magnitude_vector is None:
             return base + low

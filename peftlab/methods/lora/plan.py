@@ -37,6 +37,7 @@ from peftlab.methods.lora.layers import (
     with_unshared_parameters,
 )
 from peftlab.models.architectures import (
+    CALLED_WITHOUT_KERNELS,
     FUSED,
     QUERY_VALUE,
     UNCALLED,
@@ -107,7 +108,9 @@ def plan(model: nn.Module, config: LoraConfig) -> Plan:
             "name it in one of them"
         )
     replace |= tokens
-    in_place = parameters_under(model, [name for name in whole if name not in copied])
+    # A module whose parameters are all copied has none to train in place; another one has its bias, say.
+    rest = [n for n in whole if n not in copied or len(list(model.get_submodule(n).parameters())) > len(copied[n])]
+    in_place = parameters_under(model, rest)
     own = {f"{leaf}.{name}" for leaf, names in copied.items() for name in names}
     in_place = [name for name in in_place if name not in own]
     _refuse_trained_weights(model, parts, in_place)
@@ -183,7 +186,8 @@ def _chosen(model: nn.Module, config: LoraConfig, body: list[str]) -> list[str]:
         return [name for name in names if not (name in parts and name.rpartition(".")[0] in whole)]
     outputs = getattr(model, "get_output_embeddings", lambda: None)()
     linear = [n for n in body if isinstance(model.get_submodule(n), (nn.Linear, *conv1d()))]
-    linear = [name for name in linear if model.get_submodule(name) is not outputs]
+    by_name = CALLED_WITHOUT_KERNELS.get(model_type(model), ())
+    linear = [n for n in linear if model.get_submodule(n) is not outputs and n.rpartition(".")[2] not in by_name]
     if config.target_modules is None and (language := language_part(model)):  # its images are seen as they were
         linear = [name for name in linear if inside(name, [language])]
     names = query_and_value(model, linear) if chosen == QUERY_AND_VALUE else linear
@@ -532,15 +536,15 @@ def leaf_kind(module: nn.Module) -> type[LowRank] | None:
 
 
 def why_unsupported(module: nn.Module) -> str:
-    """Return why LoRA cannot act on an instance of a subclass of a class in ``leaves()``; "" for any other module."""
+    """Return why LoRA cannot act on an instance of a class in ``leaves()``, or of a subclass; "" for other modules."""
     if isinstance(module, nn.MultiheadAttention) and module.in_proj_weight is None:
         return "its queries, keys and values have different widths"
-    if type(module) in (known := leaves()) or not isinstance(module, tuple(known)):
+    if not isinstance(module, tuple(known := leaves())):
         return ""
     own, weight = has_own_forward(type(module)), module._parameters.get("weight")
-    if weight is None:
+    if weight is None and type(module) is not nn.MultiheadAttention:
         return "its weight is computed of other parameters"
-    if is_quantised(module):
+    if weight is None or type(module) in known or is_quantised(module):
         return ""
     if weight.dtype not in _SUMMABLE:
         return f"its weight is stored as {str(weight.dtype).removeprefix('torch.')}"
