@@ -77,11 +77,13 @@ class Question:
     Attributes:
         id, category: for the report.
         ids: its tokens.
+        number: its place among the prompts that are decoded; with the seed it decides what is drawn for it.
     """
 
     id: str
     category: str
     ids: list[int]
+    number: int = 0
 
 
 Decode = Callable[[Sequence[Question]], list[Generation]]
@@ -311,7 +313,7 @@ def compare(
     """
     if not drafters:
         raise PeftlabError("drafters: none given, nothing to compare with plain decoding")
-    fitting = [q for q in questions if has_room_for_output(target, q)]
+    fitting = fitting_questions(target, questions)
     if not fitting:
         raise PeftlabError("prompts: none fits the model's context" if questions else "prompts: none given")
     size = settings.batch_size
@@ -343,6 +345,16 @@ def has_room_for_output(target: Engine, question: Question) -> bool:
     return target.limit is None or len(question.ids) < target.limit
 
 
+def fitting_questions(target: Engine, questions: Sequence[Question]) -> list[Question]:
+    """Return the prompts that leave room for output, numbered from 0.
+
+    Args:
+        target: the model. questions: the prompts.
+    """
+    fitting = [question for question in questions if has_room_for_output(target, question)]
+    return [replace(question, number=i) for i, question in enumerate(fitting)]
+
+
 def _make_decoder(target: Engine, settings: Settings, name: str, make: Callable[[], Drafter] | None) -> Decode:
     return partial(decode_batch, target, settings, name, make and make())
 
@@ -360,7 +372,7 @@ def decode_batch(
 
     Args:
         target, drafter: as for ``decode``. settings: how to decode. name: of the drafter, which selects its policy.
-        batch: prompts decoded together. observe, pool: as for ``decode``.
+        batch: prompts decoded together, numbered one after the other. observe, pool: as for ``decode``.
 
     Returns:
         One output per prompt, in order.
@@ -371,7 +383,7 @@ def decode_batch(
         StoppingCriteria(settings.max_new_tokens, settings.eos),
         drafter,
         policy=settings.policy_of(name),
-        sampling=settings.sampling,
+        sampling=replace(settings.sampling, seed=settings.sampling.seed + batch[0].number),
         observe=observe,
         pool=pool,
         lossy=settings.lossy,
@@ -548,7 +560,7 @@ def measure_pool(
         PeftlabError: a batch size below 2.
     """
     check_pool(settings.batch_size)
-    fitting = [question for question in questions if has_room_for_output(target, question)]
+    fitting = fitting_questions(target, questions)
     modes = {
         (each, pooled): _DecodingMode(target, settings, fitting, each, maker, pooled)
         for each, maker in ((PLAIN, None), (name, make))

@@ -21,7 +21,7 @@ from peftlab.decoding.benchmark import (
     bench,
     check_pool,
     drafted_text,
-    has_room_for_output,
+    fitting_questions,
     measure_pool,
 )
 from peftlab.decoding.cache import CacheMemory, Engine, cache_memory
@@ -476,7 +476,7 @@ def benchmark(
     if pool:
         with Phase("decoding in a pool"):
             result = replace(result, pool=measure_pool(pair.target, first, make, questions, settings))
-    fitting = [question for question in questions if has_room_for_output(pair.target, question)]
+    fitting = fitting_questions(pair.target, questions)
     served = None
     if engine != OWN and draft is not None:
         served = measure_in_engine(

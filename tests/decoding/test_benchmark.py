@@ -229,6 +229,26 @@ def test_another_way_to_decode_is_timed_on_the_same_prompts(stories_model, gener
     assert [len(times) for times in run.records["other"].seconds] == [2, 2]
 
 
+def test_a_sample_depends_on_the_number_of_its_prompt_alone(stories_model, target):
+    """Not on the batch size, the repeat or whether a pool decodes it; equal prompts have different samples."""
+    questions = [Question("long", "all", [1] * 512), *(Question(str(i), "all", [1]) for i in range(4))]
+    found = []
+    for size, repeats in ((1, 1), (2, 2), (4, 1)):
+        settings = Settings(24, sampling=Sampling(1.0, seed=5), batch_size=size, repeats=repeats)
+        run = benches.compare(target, {"draft": partial(layers, stories_model)}, questions, settings)
+        found += [{name: [output.tokens for output in of.outputs] for name, of in run.records.items()}]
+        fitting = benches.fitting_questions(target, questions)
+        for name, make in (("plain", None), ("draft", partial(layers, stories_model))):
+            for pooled in (False, True):
+                mode = benches._DecodingMode(target, settings, fitting, name, make, pooled)
+                assert mode.outputs() == found[-1][name]
+    alone = [
+        decode(target, [[1]], StoppingCriteria(24), sampling=Sampling(1.0, seed=5 + i))[0].tokens for i in range(4)
+    ]
+    assert found[0]["plain"] == alone and len(set(map(tuple, alone))) == 4
+    assert found[0] == found[1] == found[2]
+
+
 def test_bench_refuses(stories_model):
     target, question = build_engine(stories_model), benches.Question("1", "all", [1])
     with pytest.raises(PeftlabError, match="batch_size: 0 is less than 1"):
