@@ -518,6 +518,12 @@ def _check_for_engine(
         raise PeftlabError(f"--engine {engine}: decodes greedily, one prompt at a time, in chains; without {flags}")
 
 
+_CHOSEN_WHILE_DECODING = {
+    "del": "chooses among the exits, whose steps cost different amounts,",
+    "swift": "searches for the sublayers to skip, and would be measured with none skipped,",
+}
+
+
 def plan_draft(
     target: str,
     draft: str | None = None,
@@ -543,7 +549,8 @@ def plan_draft(
 
     Raises:
         PeftlabError: the draft is a directory of heads, eagle3 or pard, which have no step for each token here, or
-            cannot be loaded, or the engine is not installed or does not serve it.
+            ``del`` or ``swift``, whose step is chosen while decoding, or cannot be loaded, or the engine is not
+            installed or does not serve it.
     """
     options = options or DecodingOptions()
     planning.check_plan(max_gamma, repeats, batches, context)
@@ -567,6 +574,8 @@ def plan_draft(
         )  # fmt: skip
     if draft is not None and find_draft(draft)[0].heads:
         raise PeftlabError(f"draft {draft}: such drafts have no step for each token to plan; use draft bench")
+    if draft in _CHOSEN_WHILE_DECODING:
+        raise PeftlabError(f"draft {draft}: {_CHOSEN_WHILE_DECODING[draft]} while decoding; use draft bench, or exit:K")
     with Phase("loading target and draft"):
         pair = options.load(target, draft)
     result: planning.MeasuredPlan | planning.MeasuredAdvice

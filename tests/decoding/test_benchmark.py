@@ -487,6 +487,10 @@ def test_heads_that_do_not_fit(stories, heads_dir, draft_dir, prompt_file, tmp_p
         invoke("generate", "--target", stories, "--prompt", "Once", "--width", 2)
     with pytest.raises(PeftlabError, match="such drafts have no step for each token to plan"):
         invoke("draft", "plan", "--target", stories, "--draft", heads_dir)
+    with pytest.raises(PeftlabError, match=r"draft swift: searches for the sublayers to skip, .* use draft bench"):
+        invoke("draft", "plan", "--target", stories, "--draft", "swift")
+    with pytest.raises(PeftlabError, match=r"draft del: chooses among the exits, .* while decoding; use draft bench"):
+        invoke("draft", "plan", "--target", stories, "--draft", "del")
     config = json.loads((heads_dir / "config.json").read_text())
     other = tmp_path / "other"
     other.mkdir()
