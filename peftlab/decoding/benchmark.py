@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from itertools import accumulate
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -496,7 +497,8 @@ def measured_gain(
         return None
     seconds = step_seconds({"target": (target, longest + 1)}, context=context, repeats=repeats)
     times = [statistics.median(seconds["target", n]) for n in range(1, longest + 2)]
-    verification, share = [time / times[0] for time in times], drafting / times[0]
+    # A step over more tokens takes no less time: where one was measured to, the shorter one was disturbed.
+    verification, share = list(accumulate((time / times[0] for time in times), max)), drafting / times[0]
     rates = [rate or 0.0 for rate in acceptance]
     drafts = drafter.candidates([*rates, *[0.0] * (gamma - len(rates))], verification)
     if not drafts:

@@ -545,7 +545,8 @@ def advise(costs: Sequence[DraftCost], verification: Sequence[float], alpha: flo
 
     def advice(cost: DraftCost) -> KindAdvice:
         best = partial(best_draft, cost, verification)
-        drafting = (cost.step_time(verification, 1, 1) or verification[1]) - verification[1]
+        # With one pass D is a difference of two measured times, which noise can make negative.
+        drafting = max(0.0, (cost.step_time(verification, 1, 1) or verification[1]) - verification[1])
         least = break_even(lambda at: best(at).nodes > 0, tolerance=1e-3)
         return KindAdvice(cost, drafting, least, [best(at) for at in GAIN_ALPHAS], best(alpha))
 

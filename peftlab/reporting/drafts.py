@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from peftlab.decoding.measurements import uncertain
 from peftlab.decoding.planning import EnginePlan, MeasuredAdvice, MeasuredPlan, best_gamma_at
 from peftlab.decoding.theory import GAIN_ALPHAS
 from peftlab.files import Json, read_object, to_json, typed_value
@@ -279,7 +280,9 @@ def bench_facts(result: BenchmarkResult, warnings: Sequence[str], engine: Engine
             f"{result.drafter}: {found.statistics.tau:.2f} tokens per target step, "
             f"{found.statistics.tau_without_bonus:.2f} without the one that the target adds"
         )
-    facts += [f"{result.drafter}: {part.line()}" for part in (found.time, result.gain) if part is not None]
+    facts += [] if found.time is None else [f"{result.drafter}: {found.time.line()}"]
+    if result.gain is not None:
+        facts.append(f"{result.drafter}: {uncertain(result.conditions.doubts(), result.gain.line())}")
     facts += [] if result.pool is None else [result.pool.line()]
     if result.overhead is not None:
         facts.append(f"time outside the models: {100 * result.overhead:.1f} %")

@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from peftlab.cli.app import app
-from peftlab.decoding import theory
+from peftlab.decoding import benchmark, theory
 from peftlab.decoding.benchmark import measured_gain
 from peftlab.decoding.engines import build_engine
 from peftlab.decoding.measurements import MeasuredGain
@@ -265,6 +265,7 @@ def test_masks_cost_a_step_of_the_target_or_rows_of_its_verification():
     found = advise([two, one], c, 0.6)
     assert [kind.drafting for kind in found] == pytest.approx([1.0, 1.3 - 1.1]), "a pass; two rows more"
     assert "(--gamma 1 --drafter one_pass)" in recommendation(found[1:])
+    assert advise([one], [1.0, 1.3, 1.25, 1.2], 0.6)[0].drafting == 0, "four rows measured below two"
     kinds = {(cost.kind, cost.size): cost for cost in draft_costs(TargetWeights(3.54e6, 30, 49152, 576))}
     assert kinds["gated_lora", "two passes"].passes == 2 and kinds["gated_lora", "one pass"].passes == 1
 
@@ -305,6 +306,17 @@ def test_after_training_the_parts_make_the_gain(stories_model):
     assert slow.best_gamma == 0 and "no draft pays" in slow.line()
     assert [draft.tokens for draft in PromptLookup().candidates([0.0, 0.0], STEEP)] == [1.0, 1.0]
     assert [draft.tokens for draft in PromptLookup().candidates([0.5, 0.5, 0.0, 1.0], STEEP)] == [1.5, 1.75, 1.75, 1.75]
+
+
+def test_a_disturbed_step_makes_no_gain(stories_model, monkeypatch):
+    """A longer step costs no less than a shorter one, whichever of them was disturbed; a gain is then at most τ."""
+    slow = {1: 5.8, 2: 1.0, 3: 1.2}
+    times = {("target", n): [slow.get(n, 1.3 * 5.8 if n > 6 else 1.0)] for n in range(1, 14)}
+    monkeypatch.setattr(benchmark, "step_seconds", lambda *_, **__: times)
+    target = build_engine(stories_model, pack=False)
+    found = measured_gain(target, PromptLookup(), [0.14, 0.0], gamma=4, tau=1.14, drafting=1e-9)
+    assert found.verification == pytest.approx([1.0] * 6 + [1.3] * 7)
+    assert found.best_gamma == 1 and found.best_gain == pytest.approx(1.14)
 
 
 def test_measured_ranks_decide_the_size_of_a_tree(stories_model):
