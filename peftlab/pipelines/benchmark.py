@@ -122,10 +122,10 @@ class DecodingOptions:
         """Return the rule of draft length.
 
         Raises:
-            PeftlabError: no such rule, or a ``gamma`` that drafts nothing.
+            PeftlabError: no such rule, one that drafts more than ``gamma``, or a ``gamma`` that drafts nothing.
         """
         Fixed(self.gamma)
-        return policy(self.policy)
+        return policy(self.policy, self.gamma)
 
     def lossy_rule(self) -> NamedRule | None:
         """Return the rule of lossy verification; None verifies exactly.

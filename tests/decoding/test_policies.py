@@ -22,6 +22,7 @@ from peftlab.drafting.state_network import default_features
 from peftlab.drafting.target import truncate
 from peftlab.errors import PeftlabError
 from peftlab.pipelines.benchmark import HEAD_FILE, draft_lengths
+from peftlab.recipe.load import load_recipe
 from tests.command_line import invoke
 from tests.eagle_models import trained_eagle
 
@@ -48,6 +49,16 @@ FLAT = MeasuredStepTimes(
 def test_what_is_not_a_policy(text, reason):
     with pytest.raises(PeftlabError, match=f"policy {text}.*{reason}"):
         policy(text)
+
+
+def test_a_fixed_length_above_gamma_is_refused(stories):
+    assert policy("fixed:4", 4).value == 4
+    with pytest.raises(PeftlabError, match="policy fixed:5: drafts more than gamma 4; give gamma 5"):
+        policy("fixed:5", 4)
+    with pytest.raises(PeftlabError, match="policy fixed:8: drafts more than gamma 4; give gamma 8"):
+        invoke("generate", "--target", stories, "--draft", "exit:2", "--prompt", "x", "--policy", "fixed:8")
+    with pytest.raises(PeftlabError, match="policy: fixed:8: drafts more than gamma 4; give gamma 8"):
+        load_recipe("draft/quickstart", ["policy=fixed:8"])
 
 
 def test_values_and_defaults():
