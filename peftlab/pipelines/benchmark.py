@@ -71,7 +71,7 @@ from peftlab.models.quantised import torch_dtype
 from peftlab.pipelines.served import OWN, check_engine, measure_in_engine, step_seconds_in_engine
 from peftlab.progress import Phase
 from peftlab.registry import resolve
-from peftlab.tasks.prompts import encode, has_images, read_prompts, spread
+from peftlab.tasks.prompts import check_tokens, encode, has_images, read_prompts, spread
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -469,7 +469,11 @@ def benchmark(
     settings.lossy = None if relaxation is None else LossyRule.of(relaxation, pair.embedding)
 
     # Time plain decoding and the drafters in turn; then decode one prompt more for the page.
-    questions = [Question(p.id, p.category, encode(pair.tokenizer, p, images=pair.images)) for p in chosen_prompts]
+    questions = []
+    for prompt in chosen_prompts:
+        ids = encode(pair.tokenizer, prompt, images=pair.images)
+        check_tokens(prompt, ids, pair.target.vocab_size)
+        questions.append(Question(prompt.id, prompt.category, ids))
     with Phase(f"decoding {len(questions)} prompts, {1 + repeats} times by each way to draft"):
         result = bench(watches[0], made, questions, settings, models=watches)
     first, make = next(iter(made.items()))

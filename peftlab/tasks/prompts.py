@@ -233,6 +233,18 @@ def encode(
     return ids
 
 
+def check_tokens(prompt: Prompt, ids: Sequence[int], vocabulary: int) -> None:
+    """Raise ``PeftlabError``, naming file and line, where a prompt's token ids have one that the model does not have.
+
+    Args:
+        prompt: the prompt. ids: what ``encode`` returned for it. vocabulary: tokens of the model.
+    """
+    wrong = next((token for token in ids if token < 0 or vocabulary <= token < LIMIT), None)
+    if wrong is not None:
+        where = prompt.where or f"prompt {prompt.id}"
+        raise PeftlabError(f"{where}: token {wrong} is outside the vocabulary of {vocabulary:,}")
+
+
 def conversation(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, chat: bool | None = None) -> list[Message] | None:
     """Return the conversation that ``encode`` puts into the chat template; None for token ids and literal texts.
 

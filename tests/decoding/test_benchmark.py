@@ -481,6 +481,13 @@ def test_settings_that_measure_nothing_are_refused_before_a_model_is_loaded(stor
         invoke("draft", "plan", *pair)
 
 
+def test_a_token_outside_the_vocabulary_is_named_with_file_and_line(stories, tmp_path):
+    file = tmp_path / "oov.jsonl"
+    file.write_text("".join(json.dumps({"prompt_ids": ids}) + "\n" for ids in ([1, 5], [1, 9], [1, 999])))
+    with pytest.raises(PeftlabError, match=r"oov\.jsonl:3: token 999 is outside the vocabulary of 512$"):
+        invoke("draft", "bench", "--target", stories, "--prompts", file, "--drafter", "lookup")
+
+
 def test_heads_that_do_not_fit(stories, heads_dir, draft_dir, prompt_file, tmp_path):
     asked = ["--target", stories, "--prompts", prompt_file]
     with pytest.raises(PeftlabError, match="width 2"):
