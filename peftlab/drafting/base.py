@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import shlex
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -591,6 +591,16 @@ def needs_draft(name: str, draft: str | None) -> None:
     needed = {PEARL: "a draft model, which works beside the target", ONE_PASS: "a gated_lora draft"}
     if draft is None and name in needed:
         raise PeftlabError(f"drafter {name}: needs {needed[name]}; give a draft")
+
+
+def check_corpus(corpus: str | None, names: Iterable[str]) -> None:
+    """Raise ``PeftlabError`` for a corpus that none of some drafters reads.
+
+    Args:
+        corpus: file of texts; None: none is given. names: of the drafters, NAME or NAME:X.
+    """
+    if corpus is not None and not {name.partition(":")[0] for name in names} & {SUFFIX, SUFFIX_AND_DRAFT, "ngram"}:
+        raise PeftlabError(f"corpus {corpus}: only drafter {SUFFIX} copies from it, and ngram counts it")
 
 
 def _draft_of_pair(pair: Pair, width: int | None, grow: GrowthFactory | None) -> Drafter:

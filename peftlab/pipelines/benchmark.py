@@ -56,6 +56,7 @@ from peftlab.drafting.base import (
     PEARL,
     SUFFIX_AND_DRAFT,
     Pair,
+    check_corpus,
     check_tree,
     draft_costs,
     load_pair,
@@ -166,6 +167,17 @@ class DecodingOptions:
         found: Verifier = resolve(chosen.row.make)
         return found
 
+    def check_draft(self, draft: str | None) -> None:
+        """Raise ``PeftlabError`` for settings of a draft where none is given.
+
+        Args:
+            draft: its reference; None: none is given.
+        """
+        if draft is None and self.draft_window is not None:
+            raise PeftlabError(f"draft_window {self.draft_window}: no draft is given to see it")
+        if draft is None and self.draft_dtype is not None:
+            raise PeftlabError(f"draft_dtype {self.draft_dtype}: no draft is given whose weights would have it")
+
     def load(self, target: str, draft: str | None) -> Pair:
         """Load target and draft in their dtypes, after checking that the tree fits the draft.
 
@@ -175,10 +187,9 @@ class DecodingOptions:
         heads = draft is not None and find_draft(draft)[0].heads
         check_tree(self.width, self.tree is not None, drafted=draft is not None, heads=heads)
         seen = None if self.draft_window is None else window(self.draft_window)
-        if seen is not None and draft is None:
-            raise PeftlabError(f"draft_window {self.draft_window}: no draft is given to see it")
         dtype = torch_dtype(self.dtype)
         draft_dtype = dtype if self.draft_dtype is None else torch_dtype(self.draft_dtype, "draft_dtype")
+        self.check_draft(draft)
         documents = None if self.corpus is None else read_documents(self.corpus)
         pair = load_pair(target, draft, dtype=dtype, draft_dtype=draft_dtype, device=self.device, pack=self.pack)
         pair.window = seen
@@ -439,6 +450,7 @@ def benchmark(
     for name in drafters:
         needs_draft(name, draft)
     names = [name if name in (PEARL, ONE_PASS) else model_free(name).text for name in drafters or MODEL_FREE]
+    check_corpus(options.corpus, [*names, *([] if draft is None else [SUFFIX_AND_DRAFT])])
     settings = Settings(
         max_new_tokens=options.max_new_tokens,
         sampling=options.sampling(),

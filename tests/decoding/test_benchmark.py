@@ -311,12 +311,27 @@ def test_generate_verb(stories, draft_dir, stories_model, stories_tokenizer, gen
         (["--dtype", "int4"], "one of fp32, bf16, fp16"),
         (["--dtype", "float32"], "write fp32"),
         (["--draft-dtype", "bfloat16"], "draft_dtype bfloat16: .* write bf16"),
+        (["--draft-dtype", "bf16"], "draft_dtype bf16: no draft is given whose weights would have it"),
+        (["--drafter", "lookup", "--draft-dtype", "bf16"], "draft_dtype bf16: no draft is given"),
+        (["--gamma", "9"], "gamma 9: nothing is drafted; give a draft or a drafter"),
         (["--chat"], "no chat template"),
     ],
 )
 def test_generate_refuses(stories, arguments, reason):
     with pytest.raises(PeftlabError, match=reason):
         invoke("generate", "--target", stories, "--prompt", "x", *arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--drafter", "lookup", "--corpus", "x"], "corpus x: only drafter suffix copies from it, and ngram counts it"),
+        (["--drafter", "lookup", "--draft-dtype", "bf16"], "draft_dtype bf16: no draft is given whose weights would"),
+    ],
+)
+def test_bench_refuses_what_nothing_uses(stories, prompt_file, arguments, reason):
+    with pytest.raises(PeftlabError, match=reason):
+        invoke("draft", "bench", "--target", stories, "--prompts", prompt_file, *arguments)
 
 
 def test_prompts_through_a_chat_template(stories_tokenizer):

@@ -140,7 +140,11 @@ def test_theory_is_the_papers_table(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (["--theory", "--target", "m"], "--theory: measures nothing; leave m out"),
+        (["--theory", "--target", "m"], "--theory: measures nothing; leave --target out, or --theory"),
+        (
+            ["--theory", "--alpha", "0.3", "--max-gamma", "3", "--no-pack"],
+            "--theory: measures nothing; leave --alpha, --max-gamma, --no-pack out, or --theory",
+        ),
         ([], "--target: missing; give the model to measure, or --theory"),
         (["--target", "m", "--batch", "1;4"], "--batch 1;4: whole numbers separated by commas"),
         (["--target", "m", "--batch", "0,4"], "batch 0,4: different whole numbers from 1"),
