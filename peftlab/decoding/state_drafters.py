@@ -40,6 +40,7 @@ from peftlab.decoding.decode import (
 from peftlab.decoding.sampling import Sampling
 from peftlab.decoding.table import CHAIN, DRAWN, HEAD, Window
 from peftlab.decoding.theory import (
+    FEATURE_DEPTH,
     FEATURE_TREE,
     Path,
     RankRates,
@@ -417,7 +418,7 @@ class FeatureDrafter(StateDrafter[FeatureNetwork]):
     """
 
     width: int = 1
-    depth: int = 6
+    depth: int = FEATURE_DEPTH
     name: str = "features"
     window: Window | None = None
 

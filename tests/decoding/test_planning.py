@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
-from itertools import combinations, product
+from itertools import combinations, pairwise, product
 
 import pytest
 from typer.testing import CliRunner
@@ -242,6 +242,39 @@ def test_a_tree_is_the_best_of_all_trees():
     assert choice.gain == pytest.approx(best) and choice.tree
 
 
+STEPS = [1.0, *(1 + 0.05 * n for n in range(1, 9))]  # C(n) of which a level costs a third of a step
+
+
+def test_what_is_best_can_be_run_and_levels_are_counted():
+    """Fewer nodes, fewer choices and chains count, too: the largest tree of the most tokens may be too deep."""
+    hydra = DraftCost("hydra", "", "kind: hydra", 0.0, 0.33, depth=4, tree=True)
+    rates = rank_rates(0.5)
+    assert best_tree(2, 4, 8, rates) == ((0,), (1,)), "as likely as (0), (0, 0), with a level less"
+    assert best_draft(hydra, STEPS, 0.5).gain == pytest.approx(1.75 / (1.1 + 0.33))
+    for alpha in ALPHAS:
+        runnable = [1.0]
+        for width, nodes in product(range(1, 9), range(1, 9)):
+            tree = best_tree(nodes, 4, width, rank_rates(alpha))
+            drafting = hydra.drafting_time(max(map(len, tree)))
+            tokens = 1 + sum(reach_probabilities(tree, rank_rates(alpha)))
+            runnable.append(tokens / (STEPS[len(tree)] + drafting))
+        assert best_draft(hydra, STEPS, alpha).gain == pytest.approx(max(runnable))
+    layer = DraftCost("eagle3", "", "kind: eagle3", 0.0, 0.15, tree=True, width=4)
+    tree, chain = best_draft(layer, STEPS, 0.5), best_draft(layer, STEPS, 0.9)
+    assert (tree.nodes, tree.tree, tree.width) == (6, True, 3) and (chain.tree, chain.width) == (False, None)
+    assert "a tree of 6 (--gamma 6 --width 3)" in recommendation(advise([layer], STEPS, 0.5))
+
+
+@pytest.mark.parametrize("each", [0.02, 0.33])
+def test_a_higher_acceptance_never_makes_a_chain_worse(each):
+    chain = DraftCost("model", "", "kind: model", 0.0, each)
+    gains = [best_draft(chain, STEPS, alpha / 50).gain for alpha in range(51)]
+    assert gains == sorted(gains)
+    once = DraftCost("medusa", "", "kind: medusa", 0.1, 0.0, depth=4, tree=True)  # levels cost nothing
+    gains = [best_draft(once, STEPS, alpha / 50).gain for alpha in range(51)]
+    assert all(after >= before - 1e-9 for before, after in pairwise(gains))
+
+
 def test_nothing_is_recommended_where_nothing_pays():
     dear = DraftCost("model", "", "kind: model", 0.0, 3.0)
     found = advise([dear], STEEP, 0.5)
@@ -250,7 +283,7 @@ def test_nothing_is_recommended_where_nothing_pays():
     assert "draft={kind: model}, a chain of" in recommendation(advise([dear, CHAIN], STEEP, 0.5))
     layer = DraftCost("eagle3", "", "kind: eagle3", 0.01, 0.02, tree=True, width=4)
     words = recommendation(advise([layer], [1.0, *[1.01] * 8], 0.5))
-    assert "draft={kind: eagle3}, a tree of 8 (--gamma 8 --width 4)" in words
+    assert "draft={kind: eagle3}, a tree of 8 (--gamma 8 --width 3)" in words
     with pytest.raises(PeftlabError, match=r"alpha: 1\.5 is not a probability"):
         best_draft(CHAIN, STEEP, 1.5)
 
