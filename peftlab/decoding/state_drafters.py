@@ -419,7 +419,7 @@ class FeatureDrafter(StateDrafter[FeatureNetwork]):
 
     width: int = 1
     depth: int = FEATURE_DEPTH
-    name: str = "features"
+    name: str = "eagle3 or mtp"
     window: Window | None = None
 
     @property
@@ -528,7 +528,7 @@ class BlockDrafter(StateDrafter[BlockNetwork]):
     """
 
     width: int = 1
-    name: str = "block draft"
+    name: str = "dflash"
 
     @property
     def provides(self) -> frozenset[str]:

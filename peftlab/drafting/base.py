@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import shlex
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -593,16 +593,6 @@ def needs_draft(name: str, draft: str | None) -> None:
         raise PeftlabError(f"drafter {name}: needs {needed[name]}; give a draft")
 
 
-def check_corpus(corpus: str | None, names: Iterable[str]) -> None:
-    """Raise ``PeftlabError`` for a corpus that none of some drafters reads.
-
-    Args:
-        corpus: file of texts; None: none is given. names: of the drafters, NAME or NAME:X.
-    """
-    if corpus is not None and not {name.partition(":")[0] for name in names} & {SUFFIX, SUFFIX_AND_DRAFT, "ngram"}:
-        raise PeftlabError(f"corpus {corpus}: only drafter {SUFFIX} copies from it, and ngram counts it")
-
-
 def _draft_of_pair(pair: Pair, width: int | None, grow: GrowthFactory | None) -> Drafter:
     """Return a new drafter from the pair's draft: heads, network, masks, model or the target's own layers."""
     if pair.heads is not None:
@@ -639,7 +629,7 @@ def with_window(drafter: Drafter, window: Window | None) -> Drafter:
         return replace(drafter, window=window)
     if isinstance(drafter, FeatureDrafter) and drafter.width == 1:
         return replace(drafter, window=window)
-    raise PeftlabError("draft_window: for chains (width 1) from a draft model or an eagle3 layer; leave it out")
+    raise PeftlabError("draft_window: for chains (width 1) from a draft model or an eagle3 or mtp layer; leave it out")
 
 
 def check_tree(width: int | None, tree: bool, *, drafted: bool, heads: bool) -> None:

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -54,9 +54,9 @@ from peftlab.drafting.acceptance import load_acceptance_head
 from peftlab.drafting.base import (
     ONE_PASS,
     PEARL,
+    SUFFIX,
     SUFFIX_AND_DRAFT,
     Pair,
-    check_corpus,
     check_tree,
     draft_costs,
     load_pair,
@@ -70,7 +70,7 @@ from peftlab.errors import PeftlabError
 from peftlab.files import to_json
 from peftlab.models.quantised import torch_dtype
 from peftlab.pipelines.served import OWN, check_engine, measure_in_engine, step_seconds_in_engine
-from peftlab.progress import Phase
+from peftlab.progress import Phase, plural
 from peftlab.registry import resolve
 from peftlab.tasks.prompts import check_tokens, encode, has_images, read_prompts, spread
 
@@ -177,6 +177,17 @@ class DecodingOptions:
             raise PeftlabError(f"draft_window {self.draft_window}: no draft is given to see it")
         if draft is None and self.draft_dtype is not None:
             raise PeftlabError(f"draft_dtype {self.draft_dtype}: no draft is given whose weights would have it")
+
+    def check_drafters(self, names: Collection[str]) -> None:
+        """Raise ``PeftlabError`` for a corpus that no drafter reads, and for a lossy rule that one cannot follow.
+
+        Args:
+            names: of the drafters, NAME or NAME:X.
+        """
+        if self.corpus is not None and not {n.partition(":")[0] for n in names} & {SUFFIX, SUFFIX_AND_DRAFT, "ngram"}:
+            raise PeftlabError(f"corpus {self.corpus}: only drafter {SUFFIX} copies from it, and ngram counts it")
+        if self.lossy is not None and PEARL in names:
+            raise PeftlabError(f"lossy {self.lossy}: drafter {PEARL} verifies exactly only; leave one of them out")
 
     def load(self, target: str, draft: str | None) -> Pair:
         """Load target and draft in their dtypes, after checking that the tree fits the draft.
@@ -320,7 +331,10 @@ _REFUSALS = {
 
 def _obstacle(needs: str, drafter: Drafter) -> str | None:
     """Return why a drafter cannot follow a policy, or None if it can."""
-    return _REFUSALS[needs].format(drafter.name) if needs and needs not in drafter.provides else None
+    if not needs or needs in drafter.provides:
+        return None
+    width = getattr(drafter, "width", None) or 1
+    return _REFUSALS[needs].format(drafter.name + (f" of width {width}" if width > 1 else ""))
 
 
 @dataclass(frozen=True)
@@ -383,7 +397,8 @@ class DraftBenchmark(MeasurementSettings):
         greedy = "greedy" if not of.temperature else f"temperature {of.temperature:g}"
         return [
             models,
-            f"{len(of.prompts)} prompts, {of.batch_size} at a time, up to {of.max_new_tokens} new tokens, {greedy}; "
+            f"{plural(len(of.prompts), 'prompt')}, {of.batch_size} at a time, up to "
+            f"{plural(of.max_new_tokens, 'new token')}, {greedy}; "
             f"gamma {self.gamma}{shape}, policy {self.policy}",
             self.where(),
         ]
@@ -450,7 +465,7 @@ def benchmark(
     for name in drafters:
         needs_draft(name, draft)
     names = [name if name in (PEARL, ONE_PASS) else model_free(name).text for name in drafters or MODEL_FREE]
-    check_corpus(options.corpus, [*names, *([] if draft is None else [SUFFIX_AND_DRAFT])])
+    options.check_drafters([*names, *([] if draft is None else [SUFFIX_AND_DRAFT])])
     settings = Settings(
         max_new_tokens=options.max_new_tokens,
         sampling=options.sampling(),
@@ -486,7 +501,7 @@ def benchmark(
         ids = encode(pair.tokenizer, prompt, images=pair.images)
         check_tokens(prompt, ids, pair.target.vocab_size)
         questions.append(Question(prompt.id, prompt.category, ids))
-    with Phase(f"decoding {len(questions)} prompts, {1 + repeats} times by each way to draft"):
+    with Phase(f"decoding {plural(len(questions), 'prompt')}, {1 + repeats} times by each way to draft"):
         result = bench(watches[0], made, questions, settings, models=watches)
     first, make = next(iter(made.items()))
     if pool:

@@ -27,7 +27,6 @@ from peftlab.drafting.base import (
     SUFFIX,
     SUFFIX_AND_DRAFT,
     Pair,
-    check_corpus,
     make_drafter,
     needs_draft,
 )
@@ -166,7 +165,7 @@ def _check(options: DecodingOptions, draft: str | None, drafter: str | None) -> 
     if drafter is not None and drafter not in _WITH_DRAFT:
         model_free(drafter)
     needs_draft(drafter or "draft", draft)
-    check_corpus(options.corpus, [] if drafter is None else [drafter])
+    options.check_drafters([] if drafter is None else [drafter])
     options.length(), options.sampling(), options.lossy_rule(), options.grow(), options.verifier()
     if drafter is None and draft is None:
         default = DecodingOptions()

@@ -18,6 +18,7 @@ from peftlab.decoding.measurements import uncertain
 from peftlab.decoding.planning import EnginePlan, MeasuredAdvice, MeasuredPlan, best_gamma_at
 from peftlab.decoding.theory import GAIN_ALPHAS
 from peftlab.files import Json, read_object, to_json, typed_value
+from peftlab.progress import plural
 from peftlab.reporting.pages import INK, SERIES, Plot, acceptance_plots, drafted_example, figure, render, require
 
 if TYPE_CHECKING:
@@ -212,7 +213,7 @@ def bench_tables(result: BenchmarkResult, engine: EngineResult | None = None) ->
             both = zip_longest(here, engine.acceptance_by_position)
             places = [(str(i), finite(mine), finite(there)) for i, (mine, there) in enumerate(both, start=1)]
             positions = TextTable(_POSITIONS, ["position", "alpha", f"in {engine.name}"], places)
-    tables = [TextTable("decoding", header, drafters), positions]
+    tables = [TextTable("decoding", header, drafters), *([positions] if places else [])]
     if len(result.categories) > 1:
         rows = [
             (name, str(of.prompts), finite(of.tau), finite(of.acceptance), finite(of.speedup))
@@ -292,9 +293,11 @@ def bench_facts(result: BenchmarkResult, warnings: Sequence[str], engine: Engine
     facts += [f"{name}: {of.lossy.line()}" for name, of in result.drafters.items() if of.lossy is not None]
     near = sum(divergence.near_tie for divergence in found.divergences)
     if found.divergences:
-        facts.append(f"{len(found.divergences)} outputs differ from plain decoding, {near} of them at a near tie")
+        differ = "1 output differs" if len(found.divergences) == 1 else f"{len(found.divergences)} outputs differ"
+        facts.append(f"{differ} from plain decoding, {near} of them at a near tie")
     if result.skipped:
-        facts.append(f"{len(result.skipped)} prompts left out: longer than the model's context")
+        left_out = plural(len(result.skipped), "prompt")
+        facts.append(f"{left_out} left out: no room for an output in the model's context")
     facts += [] if engine is None else engine_facts(engine, found)
     return [*facts, f"{result.drafter}: {found.verdict}"]
 

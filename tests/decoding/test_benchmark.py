@@ -178,7 +178,7 @@ def test_bench_without_a_draft_and_prompts_that_do_not_fit(stories, tmp_path):
     assert result["drafter"] == "lookup" and result["skipped"] == ["3"] and len(result["prompts"]) == 1
     assert result["speedup_interval"] is None and "on a single batch" in result["verdict"], "one prompt"
     assert "(no interval)" in shown.stdout
-    assert "1 prompts left out" in shown.stdout
+    assert "1 prompt left out: no room for an output in the model's context" in shown.stdout.replace("\n", " ")
 
 
 def test_the_acceptance_of_ngrams_rises_with_their_order(stories, prompt_file, tmp_path):
@@ -303,6 +303,8 @@ def test_generate_verb(stories, draft_dir, stories_model, stories_tokenizer, gen
         (["--drafter", "lokup"], r"did you mean 'lookup'\?"),
         (["--drafter", "draft"], "no draft model given"),
         (["--draft", "nowhere/else/is"], "no such file"),
+        (["--draft", "exit:0"], "draft exit:0: exits start at 1; exit:K is the target's first K"),
+        (["--draft", "no/such", "--drafter", "pearl", "--lossy", "typical"], "lossy typical: drafter pearl verifies"),
         (["--draft", "x", "--drafter", "lookup"], "give one of them; only drafters suffix, pearl and one_pass"),
         (["--drafter", "one_pass"], "drafter one_pass: needs a gated_lora draft; give a draft"),
         (["--draft", "x", "--drafter", "lookup+draft"], "only drafters suffix, pearl and one_pass go with a draft"),

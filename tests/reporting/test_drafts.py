@@ -21,7 +21,7 @@ from peftlab.decoding.measurements import (
     TimeShares,
 )
 from peftlab.environment import Cpu
-from peftlab.reporting.drafts import bench_facts, bench_page
+from peftlab.reporting.drafts import bench_facts, bench_page, bench_tables
 from peftlab.reporting.pages import acceptance_plots, write_report
 
 pytest.importorskip("jinja2")
@@ -131,3 +131,13 @@ def test_a_gain_that_was_measured_on_a_busy_machine_is_uncertain() -> None:
     assert any(fact.startswith("draft: S = tau /") for fact in bench_facts(quiet, []))
     (line,) = (fact for fact in bench_facts(busy, []) if "best by these rates" in fact)
     assert line.startswith("draft: uncertain, the machine was busy (load average 9.0 on 2 cores): by these times S =")
+
+
+def test_no_empty_table_of_positions_and_counts_of_one() -> None:
+    nothing = result()
+    drafter = nothing.drafters["draft"]
+    nothing.drafters["draft"] = replace(drafter, statistics=statistics(acceptance_by_position=[], drafted=0))
+    assert "acceptance by position" in [table.title for table in bench_tables(result())]
+    assert "acceptance by position" not in [table.title for table in bench_tables(nothing)]
+    facts = bench_facts(replace(nothing, skipped=["3"]), [])
+    assert "1 prompt left out: no room for an output in the model's context" in facts
