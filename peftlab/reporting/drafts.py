@@ -203,23 +203,23 @@ def bench_tables(result: BenchmarkResult, engine: EngineResult | None = None) ->
     first = result.drafters[result.drafter]
     baseline = ["plain", f"{first.baseline_tokens_per_second:.1f}", "1.00x", "1.00", "-", "-"]
     drafters = [baseline, *(row(name, of) for name, of in result.drafters.items())]
-    header = ["drafter", "tokens/s", "speed", "tau", "alpha", "lossless"]
+    header = ["drafter", "tokens/s", "speed", "tau", "accepted", "lossless"]
     here = first.statistics.acceptance_by_position
     places: list[Sequence[str]] = [(str(i), finite(alpha)) for i, alpha in enumerate(here, start=1)]
-    positions = TextTable(_POSITIONS, ["position", "alpha"], places)
+    positions = TextTable(_POSITIONS, ["position", "accepted"], places)
     if engine is not None:
         drafters += _engine_rows(engine)
         if engine.acceptance_by_position:
             both = zip_longest(here, engine.acceptance_by_position)
             places = [(str(i), finite(mine), finite(there)) for i, (mine, there) in enumerate(both, start=1)]
-            positions = TextTable(_POSITIONS, ["position", "alpha", f"in {engine.name}"], places)
+            positions = TextTable(_POSITIONS, ["position", "accepted", f"in {engine.name}"], places)
     tables = [TextTable("decoding", header, drafters), *([positions] if places else [])]
     if len(result.categories) > 1:
         rows = [
             (name, str(of.prompts), finite(of.tau), finite(of.acceptance), finite(of.speedup))
             for name, of in result.categories.items()
         ]
-        tables.append(TextTable("categories", ["category", "prompts", "tau", "alpha", "speed"], rows))
+        tables.append(TextTable("categories", ["category", "prompts", "tau", "accepted", "speed"], rows))
     return tables
 
 
