@@ -505,6 +505,14 @@ def test_a_token_outside_the_vocabulary_is_named_with_file_and_line(stories, tmp
         invoke("draft", "bench", "--target", stories, "--prompts", file, "--drafter", "lookup")
 
 
+def test_prompts_without_a_category_among_others_are_uncategorised(tmp_path):
+    file = tmp_path / "p.jsonl"
+    file.write_text('{"prompt": "a", "category": "math"}\n{"prompt": "b"}\n{"prompt": "c", "category": ""}\n')
+    assert [prompt.category for prompt in read_prompts(file)] == ["math", "uncategorised", "uncategorised"]
+    file.write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
+    assert {prompt.category for prompt in read_prompts(file)} == {"all"}
+
+
 def test_heads_that_do_not_fit(stories, heads_dir, draft_dir, prompt_file, tmp_path):
     asked = ["--target", stories, "--prompts", prompt_file]
     with pytest.raises(PeftlabError, match="width 2"):
