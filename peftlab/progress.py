@@ -30,6 +30,15 @@ _open: list[Phase] = []  # the innermost last
 _last_line = 0.0
 
 
+def plural(count: int, noun: str) -> str:
+    """Return a count with its noun, such as "1 prompt" or "2 prompts".
+
+    Args:
+        count: of the things. noun: of one of them, whose plural ends in s.
+    """
+    return f"{count:,} {noun}" + ("" if count == 1 else "s")
+
+
 class Phase:
     """A part of a command, whose block shows that it runs and, where its work is counted, how far it is.
 

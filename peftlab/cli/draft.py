@@ -9,6 +9,7 @@ import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import fields
+from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -121,12 +122,13 @@ def plan(
     html: Html = None,
 ) -> object:
     """Measure the target on this device: which draft can be faster, and from what acceptance on?"""
+    arguments = locals()
     from peftlab.pipelines.benchmark import plan_draft
     from peftlab.reporting import drafts
 
-    options = _decoding_options(locals())
     if theory:
-        return _show_theory(target or draft, html)
+        return _show_theory(arguments, html)
+    options = _decoding_options(arguments)
     if target is None:
         raise PeftlabError("--target: missing; give the model to measure, or --theory for the formulas alone")
     how = {"max_gamma": max_gamma, "context": context, "repeats": repeats}
@@ -140,13 +142,16 @@ def plan(
     return found
 
 
-def _show_theory(model: str | None, html: Path | None) -> object:
+def _show_theory(arguments: Mapping[str, object], html: Path | None) -> object:
     from peftlab.decoding.theory import theory_grid
     from peftlab.reporting import drafts
     from peftlab.reporting.drafts import theory_facts, theory_tables
 
-    if model is not None:
-        raise PeftlabError(f"--theory: measures nothing; leave {model} out, or --theory")
+    defaults = {name: parameter.default for name, parameter in signature(plan).parameters.items()}
+    given = [name for name, value in defaults.items() if name not in ("theory", "html") and arguments[name] != value]
+    if given:
+        flags = ", ".join("--no-pack" if name == "pack" else "--" + name.replace("_", "-") for name in given)
+        raise PeftlabError(f"--theory: measures nothing; leave {flags} out, or --theory")
     found = theory_grid()
     tables, facts = theory_tables(found), theory_facts()
     drafts.show(tables, facts)

@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from itertools import accumulate
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -77,11 +78,13 @@ class Question:
     Attributes:
         id, category: for the report.
         ids: its tokens.
+        number: its place among the prompts that are decoded; with the seed it decides what is drawn for it.
     """
 
     id: str
     category: str
     ids: list[int]
+    number: int = 0
 
 
 Decode = Callable[[Sequence[Question]], list[Generation]]
@@ -311,7 +314,7 @@ def compare(
     """
     if not drafters:
         raise PeftlabError("drafters: none given, nothing to compare with plain decoding")
-    fitting = [q for q in questions if has_room_for_output(target, q)]
+    fitting = fitting_questions(target, questions)
     if not fitting:
         raise PeftlabError("prompts: none fits the model's context" if questions else "prompts: none given")
     size = settings.batch_size
@@ -343,6 +346,16 @@ def has_room_for_output(target: Engine, question: Question) -> bool:
     return target.limit is None or len(question.ids) < target.limit
 
 
+def fitting_questions(target: Engine, questions: Sequence[Question]) -> list[Question]:
+    """Return the prompts that leave room for output, numbered from 0.
+
+    Args:
+        target: the model. questions: the prompts.
+    """
+    fitting = [question for question in questions if has_room_for_output(target, question)]
+    return [replace(question, number=i) for i, question in enumerate(fitting)]
+
+
 def _make_decoder(target: Engine, settings: Settings, name: str, make: Callable[[], Drafter] | None) -> Decode:
     return partial(decode_batch, target, settings, name, make and make())
 
@@ -360,7 +373,7 @@ def decode_batch(
 
     Args:
         target, drafter: as for ``decode``. settings: how to decode. name: of the drafter, which selects its policy.
-        batch: prompts decoded together. observe, pool: as for ``decode``.
+        batch: prompts decoded together, numbered one after the other. observe, pool: as for ``decode``.
 
     Returns:
         One output per prompt, in order.
@@ -371,7 +384,7 @@ def decode_batch(
         StoppingCriteria(settings.max_new_tokens, settings.eos),
         drafter,
         policy=settings.policy_of(name),
-        sampling=settings.sampling,
+        sampling=replace(settings.sampling, seed=settings.sampling.seed + batch[0].number),
         observe=observe,
         pool=pool,
         lossy=settings.lossy,
@@ -484,7 +497,8 @@ def measured_gain(
         return None
     seconds = step_seconds({"target": (target, longest + 1)}, context=context, repeats=repeats)
     times = [statistics.median(seconds["target", n]) for n in range(1, longest + 2)]
-    verification, share = [time / times[0] for time in times], drafting / times[0]
+    # A step over more tokens takes no less time: where one was measured to, the shorter one was disturbed.
+    verification, share = list(accumulate((time / times[0] for time in times), max)), drafting / times[0]
     rates = [rate or 0.0 for rate in acceptance]
     drafts = drafter.candidates([*rates, *[0.0] * (gamma - len(rates))], verification)
     if not drafts:
@@ -548,7 +562,7 @@ def measure_pool(
         PeftlabError: a batch size below 2.
     """
     check_pool(settings.batch_size)
-    fitting = [question for question in questions if has_room_for_output(target, question)]
+    fitting = fitting_questions(target, questions)
     modes = {
         (each, pooled): _DecodingMode(target, settings, fitting, each, maker, pooled)
         for each, maker in ((PLAIN, None), (name, make))

@@ -651,7 +651,8 @@ class MeasuredGain:
 
     Attributes:
         gamma: drafted tokens per step. tau: measured tokens per step.
-        verification: C(1), C(2), ...; C(gamma + 1) is the one that counts. drafting: measured D of ``gamma`` tokens.
+        verification: C(1) = 1, C(2), ..., none less than the one before; C(gamma + 1) is the one that counts.
+        drafting: measured D of ``gamma`` tokens.
         gain: S at ``gamma``.
         best_gamma: the draft length of the largest S by the measured acceptance; 0: do not draft. best_gain: its S.
             Rates known from training are taken to be off by as much as they are for ``tau``.

@@ -69,7 +69,7 @@ class ParallelDrafter(Drafter):
     masks: Masks
     width: int = 1
     shares_cache: bool = False
-    name: str = "parallel draft"
+    name: str = "pard or gated_lora"
     _cache: KVCache = field(init=False, repr=False)
     _sampling: Sampling = field(init=False, repr=False)
     _read: dict[int, int] = field(init=False, repr=False, default_factory=dict)  # of each row: tokens in the cache

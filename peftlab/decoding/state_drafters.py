@@ -40,6 +40,7 @@ from peftlab.decoding.decode import (
 from peftlab.decoding.sampling import Sampling
 from peftlab.decoding.table import CHAIN, DRAWN, HEAD, Window
 from peftlab.decoding.theory import (
+    FEATURE_DEPTH,
     FEATURE_TREE,
     Path,
     RankRates,
@@ -417,8 +418,8 @@ class FeatureDrafter(StateDrafter[FeatureNetwork]):
     """
 
     width: int = 1
-    depth: int = 6
-    name: str = "features"
+    depth: int = FEATURE_DEPTH
+    name: str = "eagle3 or mtp"
     window: Window | None = None
 
     @property
@@ -527,7 +528,7 @@ class BlockDrafter(StateDrafter[BlockNetwork]):
     """
 
     width: int = 1
-    name: str = "block draft"
+    name: str = "dflash"
 
     @property
     def provides(self) -> frozenset[str]:

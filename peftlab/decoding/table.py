@@ -160,9 +160,19 @@ draft; or a chain, of any kind of draft, whose length measured times decide.
 """
 
 
-def policy(text: str) -> NamedRule:
-    """Return the rule of draft length that ``text`` names; errors as for ``parse_rule``."""
-    return parse_rule("policy", POLICIES, text)
+def policy(text: str, gamma: int = MOST_DRAFTED) -> NamedRule:
+    """Return the rule of draft length that ``text`` names.
+
+    Args:
+        text: what was written. gamma: the most tokens that may be drafted.
+
+    Raises:
+        PeftlabError: as for ``parse_rule``, or ``fixed:N`` with an N above ``gamma``.
+    """
+    rule = parse_rule("policy", POLICIES, text)
+    if rule.name == "fixed" and isinstance(rule.value, int) and rule.value > gamma:
+        raise PeftlabError(f"policy {text}: drafts more than gamma {gamma}; give gamma {rule.value}")
+    return rule
 
 
 _SAMPLING = "peftlab.decoding.sampling"

@@ -338,7 +338,7 @@ def best_tree(
     """Return the ``size`` nodes most likely to be reached, best first, by the product of rank probabilities.
 
     It is the tree of the most expected tokens under ``probability``, and its first n nodes are the best tree
-    of size n. Candidates run out at Σ width^d nodes.
+    of size n. Of equally likely nodes the one of the lower level comes first. Candidates run out at Σ width^d nodes.
 
     Args:
         size: nodes, at most.
@@ -347,17 +347,17 @@ def best_tree(
         probability: (depth from 0, rank from 0) -> probability, positive and falling in rank.
     """
     tree: list[Path] = []
-    heap: list[tuple[float, Path]] = [(-probability(0, 0), (0,))]
+    heap: list[tuple[float, int, Path]] = [(-probability(0, 0), 1, (0,))]
     while heap and len(tree) < size:
-        score, path = heapq.heappop(heap)
+        score, level, path = heapq.heappop(heap)
         tree.append(path)
-        level, rank = len(path), path[-1]
+        rank = path[-1]
         # The next sibling and the first child are no likelier than the node: the heap gives nodes in falling order.
         if rank + 1 < width:
             sibling = score / probability(level - 1, rank) * probability(level - 1, rank + 1)
-            heapq.heappush(heap, (sibling, (*path[:-1], rank + 1)))
+            heapq.heappush(heap, (sibling, level, (*path[:-1], rank + 1)))
         if level < depth:
-            heapq.heappush(heap, (score * probability(level, 0), (*path, 0)))
+            heapq.heappush(heap, (score * probability(level, 0), level + 1, (*path, 0)))
     return tuple(tree)
 
 
@@ -395,7 +395,9 @@ def parents_of(tree: tuple[Path, ...]) -> tuple[int, ...]:
 REDUCED = 8192
 """Tokens of a reduced vocabulary in the drafts that are compared."""
 FEATURE_TREE = 4
-"""Children of a node, and nodes read per level, in the trees of an EAGLE-3 layer that are compared."""
+"""Children of a node, and nodes read per level, at most, in the trees of an EAGLE-3 layer that are compared."""
+FEATURE_DEPTH = 6
+"""Levels of an EAGLE-3 layer's tree, at most; a chain may be longer."""
 GAIN_ALPHAS = (0.3, 0.5, 0.7)
 _RANKS = 8  # candidates per position that are modelled; further ones are hardly ever right
 
@@ -426,8 +428,9 @@ class DraftCost:
     Attributes:
         kind: of ``draft.kind``. size: in words. recipe: the ``draft`` section that makes it.
         once: per step, however many tokens are drafted. each: per level, one after the other.
-        depth: levels at most; None for any number. tree: whether it drafts trees.
-        width: the ``--width`` that its trees need; None: they need none.
+        depth: levels at most; None for any number, in trees ``FEATURE_DEPTH``. tree: whether it drafts trees.
+        width: the largest ``--width`` of the trees that are compared, where it drafts chains without that option; None:
+            without it the draft's trees have all choices.
         passes: of a draft that is the target itself with masks. 2: drafting is a target step over as many tokens as are
             drafted, and the first of these is the target's own. 1: the verification reads masks, too, one for each
             level behind each token. None: any other draft.
@@ -478,13 +481,14 @@ class Choice:
 
     Attributes:
         alpha: acceptance of a first choice. nodes: drafted tokens; 0: do not draft. tree: whether they form a tree.
-        gain: S.
+        gain: S. width: the ``--width`` that makes it; None: none is needed.
     """
 
     alpha: float
     nodes: int
     tree: bool
     gain: float
+    width: int | None = None
 
 
 @dataclass(frozen=True)
@@ -515,24 +519,29 @@ def rank_rates(alpha: float) -> RankRates:
 def best_draft(cost: DraftCost, verification: Sequence[float], alpha: float) -> Choice:
     """Return the draft of the largest gain S; the smallest one wins a tie.
 
+    Compared are the chains and trees that ``--gamma`` and ``--width`` make. A drafter fills a tree with the likeliest
+    nodes, however deep they lie: where alpha rises, a tree of n nodes gets deeper, and its levels may cost more than
+    they gain.
+
     Args:
         cost: of drafting. verification: C(1) = 1, C(2), ..., C(n+1) for drafts of at most n tokens.
         alpha: acceptance of a first choice; that of the others by ``rank_rates``.
     """
     _check(alpha)
     best = Choice(alpha, 0, False, 1.0)
-    rates = cost.rates(alpha)
-    for width in (1, cost.width or _RANKS) if cost.tree else (1,):
-        # A draft that reads the nodes of its trees takes longer for them, as the target does for as many tokens.
+    rates, longest = cost.rates(alpha), len(verification) - 1
+    # Fewer choices are better only where they make a tree cheaper: a draft that reads its trees' nodes takes longer for
+    # them, as the target does for as many tokens.
+    for width in range(1, cost.width + 1) if cost.width else (_RANKS if cost.tree else 1,):
         several = verification[min(width, len(verification)) - 1] if cost.width else 1.0
-        whole = best_tree(len(verification) - 1, cost.depth or len(verification) - 1, width, rates)
+        whole = best_tree(longest, cost.depth or (longest if width == 1 else FEATURE_DEPTH), width, rates)
         reached = reach_probabilities(whole, rates)
         for nodes in range(1, len(whole) + 1):
             levels = max(map(len, whole[:nodes]))
             time = cost.step_time(verification, nodes, levels, several)
             gain = 0.0 if time is None else (1 + sum(reached[:nodes])) / time
             if gain > best.gain * (1 + 1e-9):  # a gain that is equal to rounding is a tie
-                best = Choice(alpha, nodes, nodes > levels, gain)
+                best = Choice(alpha, nodes, nodes > levels, gain, width if cost.width and width > 1 else None)
     return best
 
 
@@ -545,7 +554,8 @@ def advise(costs: Sequence[DraftCost], verification: Sequence[float], alpha: flo
 
     def advice(cost: DraftCost) -> KindAdvice:
         best = partial(best_draft, cost, verification)
-        drafting = (cost.step_time(verification, 1, 1) or verification[1]) - verification[1]
+        # With one pass D is a difference of two measured times, which noise can make negative.
+        drafting = max(0.0, (cost.step_time(verification, 1, 1) or verification[1]) - verification[1])
         least = break_even(lambda at: best(at).nodes > 0, tolerance=1e-3)
         return KindAdvice(cost, drafting, least, [best(at) for at in GAIN_ALPHAS], best(alpha))
 
@@ -561,7 +571,7 @@ def recommendation(kinds: Sequence[KindAdvice]) -> str:
     shape = f"{'a tree' if best.stated.tree else 'a chain'} of {best.stated.nodes}"
     options = f"--gamma {best.stated.nodes}"
     options += " --drafter one_pass" if best.cost.passes == 1 else ""
-    options += f" --width {best.cost.width}" if best.stated.tree and best.cost.width else ""
+    options += "" if best.stated.width is None else f" --width {best.stated.width}"
     return (
         f"{at}: draft={{{best.cost.recipe}}}, {shape} ({options}), up to {best.stated.gain:.2f}x; "
         "--drafter suffix puts copying in front of it for nothing"

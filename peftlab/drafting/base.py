@@ -629,7 +629,7 @@ def with_window(drafter: Drafter, window: Window | None) -> Drafter:
         return replace(drafter, window=window)
     if isinstance(drafter, FeatureDrafter) and drafter.width == 1:
         return replace(drafter, window=window)
-    raise PeftlabError("draft_window: for chains (width 1) from a draft model or an eagle3 layer; leave it out")
+    raise PeftlabError("draft_window: for chains (width 1) from a draft model or an eagle3 or mtp layer; leave it out")
 
 
 def check_tree(width: int | None, tree: bool, *, drafted: bool, heads: bool) -> None:

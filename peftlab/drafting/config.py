@@ -903,4 +903,4 @@ class DflashDraft(StateConfig):
         """Return what two layers and a reduced head cost: one pass for a block, and the fusion of three states."""
         rows, recipe = _reduced(target, "kind: dflash")
         once = (2 * target.layer + 3 * target.hidden**2 + rows * target.hidden) / target.total
-        return [DraftCost("dflash", "2 layers", recipe, once, 0.0, 7, tree=True)]
+        return [DraftCost("dflash", "2 layers", recipe, once, 0.0, 7, tree=True, width=FEATURE_TREE)]

@@ -124,8 +124,13 @@ def find_draft(reference: str) -> tuple[DraftRow, str]:
         reference: as ``models.config.find_model`` takes it; a run directory of a draft recipe; a directory of
             heads; ``exit:K``, the target's first K layers; ``del``, as many of them as pay; or ``swift``, the target
             without some sublayers.
+
+    Raises:
+        PeftlabError: ``exit:`` without a number of layers.
     """
     for name, row in DRAFTS.items():
         if name != "model" and (place := row.find(reference)) is not None:
             return row, place
+    if reference.startswith("exit:"):
+        raise PeftlabError(f"draft {reference}: exits start at 1; exit:K is the target's first K layers")
     return DRAFTS["model"], DRAFTS["model"].find(reference) or reference

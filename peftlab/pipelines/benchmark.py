@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,7 @@ from peftlab.decoding.benchmark import (
     bench,
     check_pool,
     drafted_text,
-    has_room_for_output,
+    fitting_questions,
     measure_pool,
 )
 from peftlab.decoding.cache import CacheMemory, Engine, cache_memory
@@ -54,6 +54,7 @@ from peftlab.drafting.acceptance import load_acceptance_head
 from peftlab.drafting.base import (
     ONE_PASS,
     PEARL,
+    SUFFIX,
     SUFFIX_AND_DRAFT,
     Pair,
     check_tree,
@@ -69,9 +70,9 @@ from peftlab.errors import PeftlabError
 from peftlab.files import to_json
 from peftlab.models.quantised import torch_dtype
 from peftlab.pipelines.served import OWN, check_engine, measure_in_engine, step_seconds_in_engine
-from peftlab.progress import Phase
+from peftlab.progress import Phase, plural
 from peftlab.registry import resolve
-from peftlab.tasks.prompts import encode, has_images, read_prompts, spread
+from peftlab.tasks.prompts import check_tokens, encode, has_images, read_prompts, spread
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,10 +123,10 @@ class DecodingOptions:
         """Return the rule of draft length.
 
         Raises:
-            PeftlabError: no such rule, or a ``gamma`` that drafts nothing.
+            PeftlabError: no such rule, one that drafts more than ``gamma``, or a ``gamma`` that drafts nothing.
         """
         Fixed(self.gamma)
-        return policy(self.policy)
+        return policy(self.policy, self.gamma)
 
     def lossy_rule(self) -> NamedRule | None:
         """Return the rule of lossy verification; None verifies exactly.
@@ -166,6 +167,28 @@ class DecodingOptions:
         found: Verifier = resolve(chosen.row.make)
         return found
 
+    def check_draft(self, draft: str | None) -> None:
+        """Raise ``PeftlabError`` for settings of a draft where none is given.
+
+        Args:
+            draft: its reference; None: none is given.
+        """
+        if draft is None and self.draft_window is not None:
+            raise PeftlabError(f"draft_window {self.draft_window}: no draft is given to see it")
+        if draft is None and self.draft_dtype is not None:
+            raise PeftlabError(f"draft_dtype {self.draft_dtype}: no draft is given whose weights would have it")
+
+    def check_drafters(self, names: Collection[str]) -> None:
+        """Raise ``PeftlabError`` for a corpus that no drafter reads, and for a lossy rule that one cannot follow.
+
+        Args:
+            names: of the drafters, NAME or NAME:X.
+        """
+        if self.corpus is not None and not {n.partition(":")[0] for n in names} & {SUFFIX, SUFFIX_AND_DRAFT, "ngram"}:
+            raise PeftlabError(f"corpus {self.corpus}: only drafter {SUFFIX} copies from it, and ngram counts it")
+        if self.lossy is not None and PEARL in names:
+            raise PeftlabError(f"lossy {self.lossy}: drafter {PEARL} verifies exactly only; leave one of them out")
+
     def load(self, target: str, draft: str | None) -> Pair:
         """Load target and draft in their dtypes, after checking that the tree fits the draft.
 
@@ -175,10 +198,9 @@ class DecodingOptions:
         heads = draft is not None and find_draft(draft)[0].heads
         check_tree(self.width, self.tree is not None, drafted=draft is not None, heads=heads)
         seen = None if self.draft_window is None else window(self.draft_window)
-        if seen is not None and draft is None:
-            raise PeftlabError(f"draft_window {self.draft_window}: no draft is given to see it")
         dtype = torch_dtype(self.dtype)
         draft_dtype = dtype if self.draft_dtype is None else torch_dtype(self.draft_dtype, "draft_dtype")
+        self.check_draft(draft)
         documents = None if self.corpus is None else read_documents(self.corpus)
         pair = load_pair(target, draft, dtype=dtype, draft_dtype=draft_dtype, device=self.device, pack=self.pack)
         pair.window = seen
@@ -309,7 +331,10 @@ _REFUSALS = {
 
 def _obstacle(needs: str, drafter: Drafter) -> str | None:
     """Return why a drafter cannot follow a policy, or None if it can."""
-    return _REFUSALS[needs].format(drafter.name) if needs and needs not in drafter.provides else None
+    if not needs or needs in drafter.provides:
+        return None
+    width = getattr(drafter, "width", None) or 1
+    return _REFUSALS[needs].format(drafter.name + (f" of width {width}" if width > 1 else ""))
 
 
 @dataclass(frozen=True)
@@ -372,7 +397,8 @@ class DraftBenchmark(MeasurementSettings):
         greedy = "greedy" if not of.temperature else f"temperature {of.temperature:g}"
         return [
             models,
-            f"{len(of.prompts)} prompts, {of.batch_size} at a time, up to {of.max_new_tokens} new tokens, {greedy}; "
+            f"{plural(len(of.prompts), 'prompt')}, {of.batch_size} at a time, up to "
+            f"{plural(of.max_new_tokens, 'new token')}, {greedy}; "
             f"gamma {self.gamma}{shape}, policy {self.policy}",
             self.where(),
         ]
@@ -439,6 +465,7 @@ def benchmark(
     for name in drafters:
         needs_draft(name, draft)
     names = [name if name in (PEARL, ONE_PASS) else model_free(name).text for name in drafters or MODEL_FREE]
+    options.check_drafters([*names, *([] if draft is None else [SUFFIX_AND_DRAFT])])
     settings = Settings(
         max_new_tokens=options.max_new_tokens,
         sampling=options.sampling(),
@@ -469,14 +496,18 @@ def benchmark(
     settings.lossy = None if relaxation is None else LossyRule.of(relaxation, pair.embedding)
 
     # Time plain decoding and the drafters in turn; then decode one prompt more for the page.
-    questions = [Question(p.id, p.category, encode(pair.tokenizer, p, images=pair.images)) for p in chosen_prompts]
-    with Phase(f"decoding {len(questions)} prompts, {1 + repeats} times by each way to draft"):
+    questions = []
+    for prompt in chosen_prompts:
+        ids = encode(pair.tokenizer, prompt, images=pair.images)
+        check_tokens(prompt, ids, pair.target.vocab_size)
+        questions.append(Question(prompt.id, prompt.category, ids))
+    with Phase(f"decoding {plural(len(questions), 'prompt')}, {1 + repeats} times by each way to draft"):
         result = bench(watches[0], made, questions, settings, models=watches)
     first, make = next(iter(made.items()))
     if pool:
         with Phase("decoding in a pool"):
             result = replace(result, pool=measure_pool(pair.target, first, make, questions, settings))
-    fitting = [question for question in questions if has_room_for_output(pair.target, question)]
+    fitting = fitting_questions(pair.target, questions)
     served = None
     if engine != OWN and draft is not None:
         served = measure_in_engine(
@@ -518,6 +549,12 @@ def _check_for_engine(
         raise PeftlabError(f"--engine {engine}: decodes greedily, one prompt at a time, in chains; without {flags}")
 
 
+_CHOSEN_WHILE_DECODING = {
+    "del": "chooses among the exits, whose steps cost different amounts,",
+    "swift": "searches for the sublayers to skip, and would be measured with none skipped,",
+}
+
+
 def plan_draft(
     target: str,
     draft: str | None = None,
@@ -543,7 +580,8 @@ def plan_draft(
 
     Raises:
         PeftlabError: the draft is a directory of heads, eagle3 or pard, which have no step for each token here, or
-            cannot be loaded, or the engine is not installed or does not serve it.
+            ``del`` or ``swift``, whose step is chosen while decoding, or cannot be loaded, or the engine is not
+            installed or does not serve it.
     """
     options = options or DecodingOptions()
     planning.check_plan(max_gamma, repeats, batches, context)
@@ -567,6 +605,8 @@ def plan_draft(
         )  # fmt: skip
     if draft is not None and find_draft(draft)[0].heads:
         raise PeftlabError(f"draft {draft}: such drafts have no step for each token to plan; use draft bench")
+    if draft in _CHOSEN_WHILE_DECODING:
+        raise PeftlabError(f"draft {draft}: {_CHOSEN_WHILE_DECODING[draft]} while decoding; use draft bench, or exit:K")
     with Phase("loading target and draft"):
         pair = options.load(target, draft)
     result: planning.MeasuredPlan | planning.MeasuredAdvice

@@ -162,16 +162,16 @@ def _check(options: DecodingOptions, draft: str | None, drafter: str | None) -> 
     if draft is not None and drafter not in (None, *_WITH_DRAFT):
         with_draft = f"only drafters {SUFFIX}, {PEARL} and {ONE_PASS} go with a draft"
         raise PeftlabError(f"draft and drafter {drafter}: give one of them; {with_draft}")
-    free = drafter if drafter is None or drafter in _WITH_DRAFT else model_free(drafter).name
+    if drafter is not None and drafter not in _WITH_DRAFT:
+        model_free(drafter)
     needs_draft(drafter or "draft", draft)
-    if options.corpus is not None and free not in (SUFFIX, SUFFIX_AND_DRAFT, "ngram"):
-        raise PeftlabError(f"corpus {options.corpus}: only drafter {SUFFIX} copies from it, and ngram counts it")
+    options.check_drafters([] if drafter is None else [drafter])
     options.length(), options.sampling(), options.lossy_rule(), options.grow(), options.verifier()
     if drafter is None and draft is None:
-        policy = options.policy if options.policy != DecodingOptions.policy else None
-        for what, name in (("policy", policy), ("lossy", options.lossy), ("verify", options.verify)):
-            if name is not None:
-                raise PeftlabError(f"{what} {name}: nothing is drafted; give a draft or a drafter")
+        default = DecodingOptions()
+        for what in ("gamma", "policy", "lossy", "verify"):
+            if (value := getattr(options, what)) != getattr(default, what):
+                raise PeftlabError(f"{what} {value}: nothing is drafted; give a draft or a drafter")
 
 
 def _policy(options: DecodingOptions, pair: Pair, draft: str | None, name: str) -> PolicyFactory:
@@ -253,8 +253,7 @@ def generate_with_images(
     row = with_pictures(Conversation(turns, "prompt"), Path())
     if options.max_new_tokens < 1:
         raise PeftlabError(f"max_new_tokens: {options.max_new_tokens} writes nothing; give 1 or more")
-    if options.draft_window is not None:
-        raise PeftlabError(f"draft_window {options.draft_window}: no draft is given to see it")
+    options.check_draft(draft)
     processor = load_processor(target)
     loaded, _ = load_model(target, "AutoModelForImageTextToText", dtype=dtype)
     model: PreTrainedModel = nn.Module.to(loaded, device)

@@ -317,7 +317,7 @@ class DraftRecipe(Section):
         unused += _layer_problems(self.method, self.train) + _sample_problems(self.train, None)
         found += [(".".join(keys), text.partition(": ")[2]) for keys, text in unused]
         try:
-            length = policy(self.policy)
+            length = policy(self.policy, self.gamma)
         except PeftlabError as error:
             found.append(("policy", str(error).removeprefix("policy ")))
             length = policy("fixed")

@@ -12,6 +12,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
+from peftlab.progress import plural
 from peftlab.reporting.facts import label, number, percent, plain_table
 
 if TYPE_CHECKING:
@@ -141,7 +142,7 @@ def generation_line(
         acceptance: accepted share of the drafted tokens; None where nothing was drafted.
         lossy: what a lossy rule changed, in words; None where the output is exact.
     """
-    line = f"{tokens} tokens in {seconds:.2f} s, {tokens / seconds:.1f} tokens/s"
+    line = f"{plural(tokens, 'token')} in {seconds:.2f} s, {tokens / seconds:.1f} tokens/s"
     if block_efficiency:
         share = "none drafted" if acceptance is None else f"{100 * acceptance:.0f} %"
         line += f", acceptance {share}, {block_efficiency:.2f} tokens per target step"

@@ -14,9 +14,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from peftlab.decoding.measurements import uncertain
 from peftlab.decoding.planning import EnginePlan, MeasuredAdvice, MeasuredPlan, best_gamma_at
 from peftlab.decoding.theory import GAIN_ALPHAS
 from peftlab.files import Json, read_object, to_json, typed_value
+from peftlab.progress import plural
 from peftlab.reporting.pages import INK, SERIES, Plot, acceptance_plots, drafted_example, figure, render, require
 
 if TYPE_CHECKING:
@@ -201,23 +203,23 @@ def bench_tables(result: BenchmarkResult, engine: EngineResult | None = None) ->
     first = result.drafters[result.drafter]
     baseline = ["plain", f"{first.baseline_tokens_per_second:.1f}", "1.00x", "1.00", "-", "-"]
     drafters = [baseline, *(row(name, of) for name, of in result.drafters.items())]
-    header = ["drafter", "tokens/s", "speed", "tau", "alpha", "lossless"]
+    header = ["drafter", "tokens/s", "speed", "tau", "accepted", "lossless"]
     here = first.statistics.acceptance_by_position
     places: list[Sequence[str]] = [(str(i), finite(alpha)) for i, alpha in enumerate(here, start=1)]
-    positions = TextTable(_POSITIONS, ["position", "alpha"], places)
+    positions = TextTable(_POSITIONS, ["position", "accepted"], places)
     if engine is not None:
         drafters += _engine_rows(engine)
         if engine.acceptance_by_position:
             both = zip_longest(here, engine.acceptance_by_position)
             places = [(str(i), finite(mine), finite(there)) for i, (mine, there) in enumerate(both, start=1)]
-            positions = TextTable(_POSITIONS, ["position", "alpha", f"in {engine.name}"], places)
-    tables = [TextTable("decoding", header, drafters), positions]
+            positions = TextTable(_POSITIONS, ["position", "accepted", f"in {engine.name}"], places)
+    tables = [TextTable("decoding", header, drafters), *([positions] if places else [])]
     if len(result.categories) > 1:
         rows = [
             (name, str(of.prompts), finite(of.tau), finite(of.acceptance), finite(of.speedup))
             for name, of in result.categories.items()
         ]
-        tables.append(TextTable("categories", ["category", "prompts", "tau", "alpha", "speed"], rows))
+        tables.append(TextTable("categories", ["category", "prompts", "tau", "accepted", "speed"], rows))
     return tables
 
 
@@ -279,7 +281,9 @@ def bench_facts(result: BenchmarkResult, warnings: Sequence[str], engine: Engine
             f"{result.drafter}: {found.statistics.tau:.2f} tokens per target step, "
             f"{found.statistics.tau_without_bonus:.2f} without the one that the target adds"
         )
-    facts += [f"{result.drafter}: {part.line()}" for part in (found.time, result.gain) if part is not None]
+    facts += [] if found.time is None else [f"{result.drafter}: {found.time.line()}"]
+    if result.gain is not None:
+        facts.append(f"{result.drafter}: {uncertain(result.conditions.doubts(), result.gain.line())}")
     facts += [] if result.pool is None else [result.pool.line()]
     if result.overhead is not None:
         facts.append(f"time outside the models: {100 * result.overhead:.1f} %")
@@ -289,9 +293,11 @@ def bench_facts(result: BenchmarkResult, warnings: Sequence[str], engine: Engine
     facts += [f"{name}: {of.lossy.line()}" for name, of in result.drafters.items() if of.lossy is not None]
     near = sum(divergence.near_tie for divergence in found.divergences)
     if found.divergences:
-        facts.append(f"{len(found.divergences)} outputs differ from plain decoding, {near} of them at a near tie")
+        differ = "1 output differs" if len(found.divergences) == 1 else f"{len(found.divergences)} outputs differ"
+        facts.append(f"{differ} from plain decoding, {near} of them at a near tie")
     if result.skipped:
-        facts.append(f"{len(result.skipped)} prompts left out: longer than the model's context")
+        left_out = plural(len(result.skipped), "prompt")
+        facts.append(f"{left_out} left out: no room for an output in the model's context")
     facts += [] if engine is None else engine_facts(engine, found)
     return [*facts, f"{result.drafter}: {found.verdict}"]
 

@@ -34,7 +34,7 @@ class Prompt:
 
     Attributes:
         id: the file's own, else the line or row number.
-        category: the file's own, else "all".
+        category: the file's own, else "all"; "uncategorised" where other rows of the file have one.
         text: its text; None for a conversation or token ids.
         messages: the conversation, or a question as one user turn; None for a text that is meant literally.
         ids: token ids; None otherwise.
@@ -233,6 +233,18 @@ def encode(
     return ids
 
 
+def check_tokens(prompt: Prompt, ids: Sequence[int], vocabulary: int) -> None:
+    """Raise ``PeftlabError``, naming file and line, where a prompt's token ids have one that the model does not have.
+
+    Args:
+        prompt: the prompt. ids: what ``encode`` returned for it. vocabulary: tokens of the model.
+    """
+    wrong = next((token for token in ids if token < 0 or vocabulary <= token < LIMIT), None)
+    if wrong is not None:
+        where = prompt.where or f"prompt {prompt.id}"
+        raise PeftlabError(f"{where}: token {wrong} is outside the vocabulary of {vocabulary:,}")
+
+
 def conversation(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, chat: bool | None = None) -> list[Message] | None:
     """Return the conversation that ``encode`` puts into the chat template; None for token ids and literal texts.
 
@@ -301,15 +313,16 @@ def _rows(table: Table, field: str | None) -> list[Prompt]:
         _column(table.columns, _PROMPTS, table.path, "prompt")
         fields = {name: table.columns[name] for name in _PROMPTS if name in table.columns}
     named = [table.columns[name] for name in ("question_id", "id") if name in table.columns]
-    categories = table.columns.get("category")
+    categories = [None if value == "" else value for value in table.columns.get("category", [None] * len(table))]
+    without = "uncategorised" if any(value is not None for value in categories) else "all"
     prompts = []
     for row, position in enumerate(table.positions):
         own = next((values[row] for values in named if values[row] is not None), position)
-        category = categories[row] if categories is not None else None
+        category = categories[row]
         name = next((name for name, values in fields.items() if values[row] is not None), None)
         if name is None:
             raise PeftlabError(f"{table.where(row)}: no prompt; a row needs one of {', '.join(_PROMPTS)}")
-        labels = str(own), "all" if category is None else str(category)
+        labels = str(own), without if category is None else str(category)
         value = fields[name][row]
         if name == "instruction" and field is None and isinstance(value, str) and "input" in table.columns:
             value = alpaca_question({name: value, "input": table.columns["input"][row]}, table.where(row))

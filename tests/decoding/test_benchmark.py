@@ -155,7 +155,8 @@ def test_bench_verb(stories, draft_dir, prompt_file, tmp_path, batch, temperatur
     for found in result["drafters"].values():
         assert sum(found["time"].values()) == pytest.approx(1) and min(found["time"].values()) > 0
     assert result["drafters"]["draft"]["time"]["draft"] > result["drafters"]["lookup"]["time"]["draft"]
-    assert "draft: time: target" in shown.stdout and ("draft: S = tau / (C(4) + D)" in shown.stdout) == (batch == 1)
+    words = " ".join(shown.stdout.split())
+    assert "draft: time: target" in words and ("S = tau / (C(4) + D)" in words) == (batch == 1)
     if batch == 1:
         assert result["gain"]["gamma"] == 3 and result["gain"]["tau"] == result["tau"]
     assert [(p["id"], p["category"]) for p in result["prompts"]] == [
@@ -178,7 +179,7 @@ def test_bench_without_a_draft_and_prompts_that_do_not_fit(stories, tmp_path):
     assert result["drafter"] == "lookup" and result["skipped"] == ["3"] and len(result["prompts"]) == 1
     assert result["speedup_interval"] is None and "on a single batch" in result["verdict"], "one prompt"
     assert "(no interval)" in shown.stdout
-    assert "1 prompts left out" in shown.stdout
+    assert "1 prompt left out: no room for an output in the model's context" in shown.stdout.replace("\n", " ")
 
 
 def test_the_acceptance_of_ngrams_rises_with_their_order(stories, prompt_file, tmp_path):
@@ -227,6 +228,26 @@ def test_another_way_to_decode_is_timed_on_the_same_prompts(stories_model, gener
     found = run.result("other")
     assert found.lossless and found.tokens_per_second > 0 and found.statistics.tau is None
     assert [len(times) for times in run.records["other"].seconds] == [2, 2]
+
+
+def test_a_sample_depends_on_the_number_of_its_prompt_alone(stories_model, target):
+    """Not on the batch size, the repeat or whether a pool decodes it; equal prompts have different samples."""
+    questions = [Question("long", "all", [1] * 512), *(Question(str(i), "all", [1]) for i in range(4))]
+    found = []
+    for size, repeats in ((1, 1), (2, 2), (4, 1)):
+        settings = Settings(24, sampling=Sampling(1.0, seed=5), batch_size=size, repeats=repeats)
+        run = benches.compare(target, {"draft": partial(layers, stories_model)}, questions, settings)
+        found += [{name: [output.tokens for output in of.outputs] for name, of in run.records.items()}]
+        fitting = benches.fitting_questions(target, questions)
+        for name, make in (("plain", None), ("draft", partial(layers, stories_model))):
+            for pooled in (False, True):
+                mode = benches._DecodingMode(target, settings, fitting, name, make, pooled)
+                assert mode.outputs() == found[-1][name]
+    alone = [
+        decode(target, [[1]], StoppingCriteria(24), sampling=Sampling(1.0, seed=5 + i))[0].tokens for i in range(4)
+    ]
+    assert found[0]["plain"] == alone and len(set(map(tuple, alone))) == 4
+    assert found[0] == found[1] == found[2]
 
 
 def test_bench_refuses(stories_model):
@@ -283,6 +304,8 @@ def test_generate_verb(stories, draft_dir, stories_model, stories_tokenizer, gen
         (["--drafter", "lokup"], r"did you mean 'lookup'\?"),
         (["--drafter", "draft"], "no draft model given"),
         (["--draft", "nowhere/else/is"], "no such file"),
+        (["--draft", "exit:0"], "draft exit:0: exits start at 1; exit:K is the target's first K"),
+        (["--draft", "no/such", "--drafter", "pearl", "--lossy", "typical"], "lossy typical: drafter pearl verifies"),
         (["--draft", "x", "--drafter", "lookup"], "give one of them; only drafters suffix, pearl and one_pass"),
         (["--drafter", "one_pass"], "drafter one_pass: needs a gated_lora draft; give a draft"),
         (["--draft", "x", "--drafter", "lookup+draft"], "only drafters suffix, pearl and one_pass go with a draft"),
@@ -291,12 +314,27 @@ def test_generate_verb(stories, draft_dir, stories_model, stories_tokenizer, gen
         (["--dtype", "int4"], "one of fp32, bf16, fp16"),
         (["--dtype", "float32"], "write fp32"),
         (["--draft-dtype", "bfloat16"], "draft_dtype bfloat16: .* write bf16"),
+        (["--draft-dtype", "bf16"], "draft_dtype bf16: no draft is given whose weights would have it"),
+        (["--drafter", "lookup", "--draft-dtype", "bf16"], "draft_dtype bf16: no draft is given"),
+        (["--gamma", "9"], "gamma 9: nothing is drafted; give a draft or a drafter"),
         (["--chat"], "no chat template"),
     ],
 )
 def test_generate_refuses(stories, arguments, reason):
     with pytest.raises(PeftlabError, match=reason):
         invoke("generate", "--target", stories, "--prompt", "x", *arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--drafter", "lookup", "--corpus", "x"], "corpus x: only drafter suffix copies from it, and ngram counts it"),
+        (["--drafter", "lookup", "--draft-dtype", "bf16"], "draft_dtype bf16: no draft is given whose weights would"),
+    ],
+)
+def test_bench_refuses_what_nothing_uses(stories, prompt_file, arguments, reason):
+    with pytest.raises(PeftlabError, match=reason):
+        invoke("draft", "bench", "--target", stories, "--prompts", prompt_file, *arguments)
 
 
 def test_prompts_through_a_chat_template(stories_tokenizer):
@@ -461,12 +499,31 @@ def test_settings_that_measure_nothing_are_refused_before_a_model_is_loaded(stor
         invoke("draft", "plan", *pair)
 
 
+def test_a_token_outside_the_vocabulary_is_named_with_file_and_line(stories, tmp_path):
+    file = tmp_path / "oov.jsonl"
+    file.write_text("".join(json.dumps({"prompt_ids": ids}) + "\n" for ids in ([1, 5], [1, 9], [1, 999])))
+    with pytest.raises(PeftlabError, match=r"oov\.jsonl:3: token 999 is outside the vocabulary of 512$"):
+        invoke("draft", "bench", "--target", stories, "--prompts", file, "--drafter", "lookup")
+
+
+def test_prompts_without_a_category_among_others_are_uncategorised(tmp_path):
+    file = tmp_path / "p.jsonl"
+    file.write_text('{"prompt": "a", "category": "math"}\n{"prompt": "b"}\n{"prompt": "c", "category": ""}\n')
+    assert [prompt.category for prompt in read_prompts(file)] == ["math", "uncategorised", "uncategorised"]
+    file.write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
+    assert {prompt.category for prompt in read_prompts(file)} == {"all"}
+
+
 def test_heads_that_do_not_fit(stories, heads_dir, draft_dir, prompt_file, tmp_path):
     asked = ["--target", stories, "--prompts", prompt_file]
     with pytest.raises(PeftlabError, match="width 2"):
         invoke("generate", "--target", stories, "--prompt", "Once", "--width", 2)
     with pytest.raises(PeftlabError, match="such drafts have no step for each token to plan"):
         invoke("draft", "plan", "--target", stories, "--draft", heads_dir)
+    with pytest.raises(PeftlabError, match=r"draft swift: searches for the sublayers to skip, .* use draft bench"):
+        invoke("draft", "plan", "--target", stories, "--draft", "swift")
+    with pytest.raises(PeftlabError, match=r"draft del: chooses among the exits, .* while decoding; use draft bench"):
+        invoke("draft", "plan", "--target", stories, "--draft", "del")
     config = json.loads((heads_dir / "config.json").read_text())
     other = tmp_path / "other"
     other.mkdir()

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
-from itertools import combinations, product
+from itertools import combinations, pairwise, product
 
 import pytest
 from typer.testing import CliRunner
 
 from peftlab.cli.app import app
-from peftlab.decoding import theory
+from peftlab.decoding import benchmark, theory
 from peftlab.decoding.benchmark import measured_gain
 from peftlab.decoding.engines import build_engine
 from peftlab.decoding.measurements import MeasuredGain
@@ -140,7 +140,11 @@ def test_theory_is_the_papers_table(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (["--theory", "--target", "m"], "--theory: measures nothing; leave m out"),
+        (["--theory", "--target", "m"], "--theory: measures nothing; leave --target out, or --theory"),
+        (
+            ["--theory", "--alpha", "0.3", "--max-gamma", "3", "--no-pack"],
+            "--theory: measures nothing; leave --alpha, --max-gamma, --no-pack out, or --theory",
+        ),
         ([], "--target: missing; give the model to measure, or --theory"),
         (["--target", "m", "--batch", "1;4"], "--batch 1;4: whole numbers separated by commas"),
         (["--target", "m", "--batch", "0,4"], "batch 0,4: different whole numbers from 1"),
@@ -238,6 +242,39 @@ def test_a_tree_is_the_best_of_all_trees():
     assert choice.gain == pytest.approx(best) and choice.tree
 
 
+STEPS = [1.0, *(1 + 0.05 * n for n in range(1, 9))]  # C(n) of which a level costs a third of a step
+
+
+def test_what_is_best_can_be_run_and_levels_are_counted():
+    """Fewer nodes, fewer choices and chains count, too: the largest tree of the most tokens may be too deep."""
+    hydra = DraftCost("hydra", "", "kind: hydra", 0.0, 0.33, depth=4, tree=True)
+    rates = rank_rates(0.5)
+    assert best_tree(2, 4, 8, rates) == ((0,), (1,)), "as likely as (0), (0, 0), with a level less"
+    assert best_draft(hydra, STEPS, 0.5).gain == pytest.approx(1.75 / (1.1 + 0.33))
+    for alpha in ALPHAS:
+        runnable = [1.0]
+        for width, nodes in product(range(1, 9), range(1, 9)):
+            tree = best_tree(nodes, 4, width, rank_rates(alpha))
+            drafting = hydra.drafting_time(max(map(len, tree)))
+            tokens = 1 + sum(reach_probabilities(tree, rank_rates(alpha)))
+            runnable.append(tokens / (STEPS[len(tree)] + drafting))
+        assert best_draft(hydra, STEPS, alpha).gain == pytest.approx(max(runnable))
+    layer = DraftCost("eagle3", "", "kind: eagle3", 0.0, 0.15, tree=True, width=4)
+    tree, chain = best_draft(layer, STEPS, 0.5), best_draft(layer, STEPS, 0.9)
+    assert (tree.nodes, tree.tree, tree.width) == (6, True, 3) and (chain.tree, chain.width) == (False, None)
+    assert "a tree of 6 (--gamma 6 --width 3)" in recommendation(advise([layer], STEPS, 0.5))
+
+
+@pytest.mark.parametrize("each", [0.02, 0.33])
+def test_a_higher_acceptance_never_makes_a_chain_worse(each):
+    chain = DraftCost("model", "", "kind: model", 0.0, each)
+    gains = [best_draft(chain, STEPS, alpha / 50).gain for alpha in range(51)]
+    assert gains == sorted(gains)
+    once = DraftCost("medusa", "", "kind: medusa", 0.1, 0.0, depth=4, tree=True)  # levels cost nothing
+    gains = [best_draft(once, STEPS, alpha / 50).gain for alpha in range(51)]
+    assert all(after >= before - 1e-9 for before, after in pairwise(gains))
+
+
 def test_nothing_is_recommended_where_nothing_pays():
     dear = DraftCost("model", "", "kind: model", 0.0, 3.0)
     found = advise([dear], STEEP, 0.5)
@@ -246,7 +283,7 @@ def test_nothing_is_recommended_where_nothing_pays():
     assert "draft={kind: model}, a chain of" in recommendation(advise([dear, CHAIN], STEEP, 0.5))
     layer = DraftCost("eagle3", "", "kind: eagle3", 0.01, 0.02, tree=True, width=4)
     words = recommendation(advise([layer], [1.0, *[1.01] * 8], 0.5))
-    assert "draft={kind: eagle3}, a tree of 8 (--gamma 8 --width 4)" in words
+    assert "draft={kind: eagle3}, a tree of 8 (--gamma 8 --width 3)" in words
     with pytest.raises(PeftlabError, match=r"alpha: 1\.5 is not a probability"):
         best_draft(CHAIN, STEEP, 1.5)
 
@@ -265,6 +302,7 @@ def test_masks_cost_a_step_of_the_target_or_rows_of_its_verification():
     found = advise([two, one], c, 0.6)
     assert [kind.drafting for kind in found] == pytest.approx([1.0, 1.3 - 1.1]), "a pass; two rows more"
     assert "(--gamma 1 --drafter one_pass)" in recommendation(found[1:])
+    assert advise([one], [1.0, 1.3, 1.25, 1.2], 0.6)[0].drafting == 0, "four rows measured below two"
     kinds = {(cost.kind, cost.size): cost for cost in draft_costs(TargetWeights(3.54e6, 30, 49152, 576))}
     assert kinds["gated_lora", "two passes"].passes == 2 and kinds["gated_lora", "one pass"].passes == 1
 
@@ -305,6 +343,17 @@ def test_after_training_the_parts_make_the_gain(stories_model):
     assert slow.best_gamma == 0 and "no draft pays" in slow.line()
     assert [draft.tokens for draft in PromptLookup().candidates([0.0, 0.0], STEEP)] == [1.0, 1.0]
     assert [draft.tokens for draft in PromptLookup().candidates([0.5, 0.5, 0.0, 1.0], STEEP)] == [1.5, 1.75, 1.75, 1.75]
+
+
+def test_a_disturbed_step_makes_no_gain(stories_model, monkeypatch):
+    """A longer step costs no less than a shorter one, whichever of them was disturbed; a gain is then at most τ."""
+    slow = {1: 5.8, 2: 1.0, 3: 1.2}
+    times = {("target", n): [slow.get(n, 1.3 * 5.8 if n > 6 else 1.0)] for n in range(1, 14)}
+    monkeypatch.setattr(benchmark, "step_seconds", lambda *_, **__: times)
+    target = build_engine(stories_model, pack=False)
+    found = measured_gain(target, PromptLookup(), [0.14, 0.0], gamma=4, tau=1.14, drafting=1e-9)
+    assert found.verification == pytest.approx([1.0] * 6 + [1.3] * 7)
+    assert found.best_gamma == 1 and found.best_gain == pytest.approx(1.14)
 
 
 def test_measured_ranks_decide_the_size_of_a_tree(stories_model):

@@ -15,13 +15,14 @@ from peftlab.decoding.measurements import MeasuredStepTimes, drafting_times, tar
 from peftlab.decoding.model_drafter import ModelDrafter
 from peftlab.decoding.model_free import PromptLookup, TokenRecycling, with_copies
 from peftlab.decoding.policies import Confidence, Goodput
-from peftlab.decoding.state_drafters import FeatureDrafter
+from peftlab.decoding.state_drafters import BlockDrafter, FeatureDrafter
 from peftlab.decoding.table import CHAIN, DRAWN, POLICIES, policy
 from peftlab.drafting.acceptance import AcceptancePredictor, save_acceptance_head
 from peftlab.drafting.state_network import default_features
 from peftlab.drafting.target import truncate
 from peftlab.errors import PeftlabError
 from peftlab.pipelines.benchmark import HEAD_FILE, draft_lengths
+from peftlab.recipe.load import load_recipe
 from tests.command_line import invoke
 from tests.eagle_models import trained_eagle
 
@@ -48,6 +49,25 @@ FLAT = MeasuredStepTimes(
 def test_what_is_not_a_policy(text, reason):
     with pytest.raises(PeftlabError, match=f"policy {text}.*{reason}"):
         policy(text)
+
+
+def test_a_fixed_length_above_gamma_is_refused(stories):
+    assert policy("fixed:4", 4).value == 4
+    with pytest.raises(PeftlabError, match="policy fixed:5: drafts more than gamma 4; give gamma 5"):
+        policy("fixed:5", 4)
+    with pytest.raises(PeftlabError, match="policy fixed:8: drafts more than gamma 4; give gamma 8"):
+        invoke("generate", "--target", stories, "--draft", "exit:2", "--prompt", "x", "--policy", "fixed:8")
+    with pytest.raises(PeftlabError, match="policy: fixed:8: drafts more than gamma 4; give gamma 8"):
+        load_recipe("draft/quickstart", ["policy=fixed:8"])
+
+
+def test_a_drafter_that_cannot_follow_has_the_name_that_users_give_it():
+    for make, name in (
+        (lambda: FeatureDrafter(None, width=3), "eagle3 or mtp of width 3"),
+        (lambda: BlockDrafter(None, width=2), "dflash of width 2"),
+    ):
+        with pytest.raises(PeftlabError, match=f"confidence:0.5: stops a chain that is .*, and {name} draws none"):
+            draft_lengths(policy("confidence:0.5"), 4, None, {"draft": make})
 
 
 def test_values_and_defaults():
@@ -159,7 +179,8 @@ def test_goodput_measures_what_each_drafter_takes(stories_model):
     assert all(times.draft(1, n) > 0 for times in (draft.times, lookup.times) for n in (1, 2))
     with pytest.raises(
         PeftlabError,
-        match="policy goodput: needs a chain whose length it can choose by measured times, and features drafts none",
+        match="policy goodput: needs a chain whose length it can choose by measured times, and eagle3 or mtp of "
+        "width 3 drafts none",
     ):
         draft_lengths(policy("goodput"), 2, target, {"draft": partial(FeatureDrafter, layer, width=3)})
 

@@ -175,7 +175,7 @@ def execute(words: Sequence[str], piped: str | None = None) -> None:
     """Execute a command in the working directory, in this process."""
     verb, arguments = parsed([word.replace(SMOLLM2, CHAT).replace(MINILM, ENCODER) for word in words])
     short = f"{STEP} {RECIPES.get(arguments[0], '')}" if verb == "run" else VERBS.get(verb, "")
-    added = [*arguments, *shlex.split(short)]
+    added = [*arguments, *([] if "--theory" in arguments else shlex.split(short))]  # the formulas take no option
     if any(argument.startswith("sweep.") for argument in arguments):  # a grid: of run's options validate has none
         verb, added = "validate", recipe_and_overrides(added)
     done = CliRunner().invoke(app, [*verb.split(), *added], input=piped or "Hello\n")

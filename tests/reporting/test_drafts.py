@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,11 @@ from peftlab.decoding.measurements import (
     CategoryResult,
     Conditions,
     DrafterResult,
+    MeasuredGain,
     TimeShares,
 )
 from peftlab.environment import Cpu
-from peftlab.reporting.drafts import bench_page
+from peftlab.reporting.drafts import bench_facts, bench_page, bench_tables
 from peftlab.reporting.pages import acceptance_plots, write_report
 
 pytest.importorskip("jinja2")
@@ -121,3 +123,23 @@ def test_the_benchmarks_page() -> None:
     assert '<del class="rejected">&lt;b&gt;</del>' in page and "<b>" not in page
     assert bench_page(result(), [], [], EXAMPLE) == bench_page(result(), [], [], EXAMPLE), "the same bytes"
     assert "var(--series-1)" in page and "#1f77b4" not in page, "the colours of the page, not matplotlib's"
+
+
+def test_a_gain_that_was_measured_on_a_busy_machine_is_uncertain() -> None:
+    gain = MeasuredGain(2, 1.5, [1.0, 1.05, 1.1], 0.15, 1.2, 1, 1.25)
+    quiet, busy = (replace(result(), gain=gain, conditions=Conditions(load, 2, 1.0, 0.01)) for load in (0.1, 9.0))
+    assert any(fact.startswith("draft: S = tau /") for fact in bench_facts(quiet, []))
+    (line,) = (fact for fact in bench_facts(busy, []) if "best by these rates" in fact)
+    assert line.startswith("draft: uncertain, the machine was busy (load average 9.0 on 2 cores): by these times S =")
+
+
+def test_no_empty_table_of_positions_and_counts_of_one() -> None:
+    nothing = result()
+    drafter = nothing.drafters["draft"]
+    nothing.drafters["draft"] = replace(drafter, statistics=statistics(acceptance_by_position=[], drafted=0))
+    tables = {table.title: table.header for table in bench_tables(result())}
+    assert tables["decoding"] == ["drafter", "tokens/s", "speed", "tau", "accepted", "lossless"]
+    assert tables["acceptance by position"] == ["position", "accepted"] and tables["categories"][3] == "accepted"
+    assert "acceptance by position" not in [table.title for table in bench_tables(nothing)]
+    facts = bench_facts(replace(nothing, skipped=["3"]), [])
+    assert "1 prompt left out: no room for an output in the model's context" in facts
