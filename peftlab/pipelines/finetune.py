@@ -67,12 +67,12 @@ from peftlab.recipe.schema import FinetuneRecipe, injected_method
 from peftlab.references import local_copy
 from peftlab.registry import resolve
 from peftlab.reporting.facts import CardInfo, adapter_card, data_lines, found_lines, trainable_line, training_section
-from peftlab.tasks.batches import Row, eval_batches, model_inputs
+from peftlab.tasks.batches import Row, SplitRows, eval_batches, model_inputs
 from peftlab.tasks.data import listed
 from peftlab.tasks.generated import Answer, Contexts, check_packages, score
 from peftlab.tasks.images import prompt_inputs
 from peftlab.tasks.labelled_rows import MISSING
-from peftlab.tasks.language_examples import TOO_LONG, tokenizer_of
+from peftlab.tasks.language_examples import TOO_LONG, UNTRAINED, tokenizer_of
 from peftlab.tasks.metrics import ClassScores, HardExample
 from peftlab.tasks.problem import (
     ModelSource,
@@ -121,8 +121,10 @@ class FinetuneResults:
         cpu: the processor: ``name``, ``features`` (instruction sets), ``threads``.
         seed: ``train.seed``.
         classes: class name to its number of examples by split; empty for regression.
-        dropped_rows: rows left out because a text or label was missing.
+        dropped_rows: rows left out because a text or label was missing, or because they were too long.
         left_out: all rows left out, by reason.
+        splits: split to the ``rows`` that are trained on or scored, those ``left_out`` for their length by reason,
+            those ``truncated`` to ``train.max_length``, and the tokens of the ``longest`` before that (of images 0).
         seen_examples: examples of all training batches.
         seen_tokens: their tokens without padding.
         trained_tokens: language tasks: the tokens of an epoch that the loss counts: of the answers, or as
@@ -183,6 +185,7 @@ class FinetuneResults:
     classes: dict[str, dict[str, int]]
     dropped_rows: int
     left_out: dict[str, int]
+    splits: dict[str, SplitRows]
     seen_examples: int
     seen_tokens: int
     trained_tokens: int | None = None
@@ -248,7 +251,8 @@ def _run(recipe: FinetuneRecipe, directory: Claim, resume: bool, device: str) ->
     _score_examples(task, recipe, accelerator)
     if task.task.found:  # the run's own recipe names the columns
         recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update=dict(task.task.found))})
-    for line in [*found_lines(task.task.found), *data_lines(task.classes, task.left_out, task.repeated)]:
+    about = data_lines(task.classes, task.left_out, task.repeated, task.splits, settings.max_length)
+    for line in [*found_lines(task.task.found), *about]:
         accelerator.print(line)
     if task.fresh:
         accelerator.print(f"newly initialised: {listed(task.fresh)}")
@@ -331,8 +335,9 @@ def _run(recipe: FinetuneRecipe, directory: Claim, resume: bool, device: str) ->
         total_parameters=total,
         padding_share=round(1 - progress.tokens / max(1, progress.padded_tokens), 4),
         classes=task.classes,
-        dropped_rows=task.left_out.get(MISSING, 0) + task.left_out.get(TOO_LONG, 0),
+        dropped_rows=sum(task.left_out.get(why, 0) for why in (MISSING, TOO_LONG, UNTRAINED)),
         left_out=task.left_out,
+        splits=task.splits,
         seen_examples=progress.examples,
         seen_tokens=progress.tokens,
         **progress.figures(settings, task.model, accelerator.device),

@@ -187,6 +187,9 @@ def predict(
     from peftlab.models.load import eval_mode
     from peftlab.pipelines.evaluate import PREDICTED_BY, find_trained, refuse_untrained
     from peftlab.pipelines.finetune import model_source
+    from peftlab.progress import note
+    from peftlab.reporting.facts import length_lines
+    from peftlab.tasks.batches import split_rows
     from peftlab.tasks.labelled import Evaluation, load_classifier, tokens_for
     from peftlab.training.distributed import accelerator_on
 
@@ -202,6 +205,8 @@ def predict(
     else:
         load_adapter(model, trained.adapter)
     tokens = tokens_for(str(reference), answers, model, processor, settings.max_length, examples)
+    for line in length_lines({"": split_rows(tokens, settings.max_length)}, settings.max_length):
+        note(line)
     collate = answers.collate(processor)
 
     def counted(rows: Sequence[Row]) -> dict[str, Tensor]:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from peftlab.errors import PeftlabError
 from peftlab.files import Json
-from peftlab.tasks.batches import Row
+from peftlab.tasks.batches import Row, SplitRows
 from peftlab.tasks.conversations import Completion, Conversation, Message, Picture, tool_calls_of
 from peftlab.untyped import Processor, Schema
 
@@ -252,6 +252,7 @@ def moved(places: Sequence[Placed], character: int) -> int:
 Source = Conversation | Completion
 TooLong = Literal["drop", "truncate", "error"]
 TOO_LONG = "longer than train.max_length"
+UNTRAINED = "no trained token within train.max_length"
 
 
 @dataclass(frozen=True)
@@ -288,8 +289,8 @@ class Tokens:
     filled: list[tuple[int, int, str]] = field(default_factory=list)
 
 
-def encode_rows(rows: Sequence[Source], tokenizer: Processor, how: Encoding) -> tuple[Dataset, dict[str, int]]:
-    """Return the examples of ``rows``, and the number of them that were left out by reason.
+def encode_rows(rows: Sequence[Source], tokenizer: Processor, how: Encoding) -> tuple[Dataset, SplitRows]:
+    """Return the examples of ``rows``, and how many of them there are, were left out and were truncated.
 
     Args:
         rows: conversations or completions.
@@ -307,14 +308,15 @@ def encode_rows(rows: Sequence[Source], tokenizer: Processor, how: Encoding) -> 
     from datasets import Dataset
 
     kept: list[Tokens] = []
+    whole: list[int] = []
     dropped = 0
     for row in rows:
         for tokens in encode(row, tokenizer, how):
             fitted = fit_length(tokens, row.where, how)
+            whole.append(len(tokens.input_ids))
             dropped += not fitted
             kept += fitted
-    if not kept:
-        raise PeftlabError(f"every example is longer than train.max_length, {how.max_length} tokens")
+    counted = count_rows(len(kept), dropped, whole, how)
     columns = {
         "input_ids": [tokens.input_ids for tokens in kept],
         "trained": [tokens.trained for tokens in kept],
@@ -324,7 +326,27 @@ def encode_rows(rows: Sequence[Source], tokenizer: Processor, how: Encoding) -> 
     }
     if any(tokens.images for tokens in kept):
         columns |= {"text": [tokens.text for tokens in kept], "images": [tokens.images for tokens in kept]}
-    return Dataset.from_dict(columns), {TOO_LONG: dropped} if dropped else {}
+    return Dataset.from_dict(columns), counted
+
+
+def count_rows(kept: int, dropped: int, whole: Sequence[int], how: Encoding) -> SplitRows:
+    """Return how many rows of a split are used, left out and truncated.
+
+    Args:
+        kept: rows that are used. dropped: rows that are not.
+        whole: tokens of each row as it is in the file.
+        how: how rows become tokens.
+
+    Raises:
+        PeftlabError: no row is used.
+    """
+    why, cuts = (UNTRAINED, True) if how.too_long == "truncate" else (TOO_LONG, False)
+    if not kept:
+        every = "no example has a trained token within" if cuts else "every example is longer than"
+        shortest = f"; the shortest has {min(whole)}" if whole else ""
+        raise PeftlabError(f"{every} train.max_length, {how.max_length} tokens{shortest}")
+    truncated = sum(n > how.max_length for n in whole) - dropped if cuts and not how.split else 0
+    return SplitRows(kept, {why: dropped} if dropped else {}, truncated, max(whole))
 
 
 def encode(row: Source, tokenizer: Processor, how: Encoding) -> list[Tokens]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -107,6 +108,11 @@ def test_deep_reads_labels_finds_targets_and_compares_space(tmp_path: Path, mode
     assert lines[4] == "warning: fewer than 5 training rows: a (1), b (2)"
     assert "method lora trains" in lines[5] and "BertForSequenceClassification" in lines[5] and "query (2)" in lines[5]
     assert lines[6].startswith("checkpoints and models need 0.")
+    lines = deep_lines(deep_check(peftlab.validate(file, ["train.max_length=3"])))
+    assert "truncated" not in "".join(lines)
+    long = write(tmp_path, model, "text,label\n" + "a good film,a\nbad,b\n" * 3)
+    lines = deep_lines(deep_check(peftlab.validate(long, ["train.max_length=4"])))
+    assert re.search(r"truncated: \d of 5 training rows.* \(4 tokens\); the longest has 5", "\n".join(lines))
     with pytest.raises(PeftlabError, match="single class"):
         deep_check(peftlab.validate(write(tmp_path, model, "text,label\ngood,a\nbad,a\n")))
     with pytest.raises(PeftlabError, match="'qery' matches no module; nearest: query"):

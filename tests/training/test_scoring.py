@@ -200,6 +200,25 @@ def test_classes_and_dropped_rows_are_printed_and_in_the_results(
     assert sum(counts["validation"] for counts in found["classes"].values()) == 9
 
 
+def test_truncated_rows_are_counted(encoder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = tmp_path / "rows.csv"
+    rows.write_text("text,label\n" + "a good film,pos\na dull plot and a dull film,neg\n" * 10)
+    values = tiny.recipe(encoder, rows, tmp_path / "run", max_steps=1)
+    values["train"]["max_length"] = 6
+    tiny.run(values)
+    printed = capsys.readouterr().out
+    found = json.loads((tmp_path / "run" / "results.json").read_text())["splits"]
+    assert found["train"]["rows"] + found["validation"]["rows"] == 20
+    assert found["train"]["truncated"] + found["validation"]["truncated"] == 10
+    assert f"truncated: {found['train']['truncated']} of {found['train']['rows']} training rows and " in printed
+    assert printed.count("are longer than train.max_length (6 tokens); the longest has 9\n") == 1
+    predict(tmp_path / "run", ["a good film", "a dull plot and a dull film"])
+    note = "truncated: 1 of 2 rows are longer than train.max_length (6 tokens); the longest has 9\n"
+    assert capsys.readouterr().err.count(note) == 1
+    predict(tmp_path / "run", ["a good film"])
+    assert "truncated" not in capsys.readouterr().err
+
+
 def test_one_run_is_merged_by_its_name(finished: Path, tmp_path: Path) -> None:
     peftlab.run_merge(finished, out=tmp_path / "merged", verify=False)
     ours, theirs = (place / "merged" / "model.safetensors" for place in (tmp_path, finished))
