@@ -41,6 +41,7 @@ from peftlab.registry import resolve
 from peftlab.tasks.table import DataConfig, Task
 
 if TYPE_CHECKING:
+    from _typeshed import SupportsRead
     from pyarrow.parquet import ParquetFile
 
 
@@ -138,23 +139,34 @@ def read_text(path: Path) -> str:
     """
     size = regular_size(path)
     packed = path.name.lower().endswith(".gz")
-    content = bytearray()
     try:
         with gzip.open(path, "rb") if packed else path.open("rb") as file:
-            while chunk := file.read(_CHUNK):
-                if not content and chunk.startswith((b"\xff\xfe", b"\xfe\xff")):
-                    raise PeftlabError(f"{path}: is UTF-16, not UTF-8; save the file as UTF-8")
-                if (place := chunk.find(0)) >= 0:
-                    line = content.count(b"\n") + chunk.count(b"\n", 0, place) + 1
-                    raise PeftlabError(f"{path}:{line}: a NUL byte; the file is damaged, or not UTF-8 text")
-                content += chunk
-                if packed and len(content) > expansion_limit(size):
-                    raise PeftlabError(
-                        f"{path}: {size:,} bytes expand to more than {expansion_limit(size):,}; if that is "
-                        "intended, decompress the file yourself"
-                    )
+            return decode(file, path, size if packed else None)
     except (OSError, EOFError, zlib.error) as error:
         raise PeftlabError(f"{path}: cannot be read ({error})") from None
+
+
+def decode(file: SupportsRead[bytes], path: Path, packed: int | None = None) -> str:
+    """Return the text of an open file or stream, without a byte order mark; errors as in ``read_text``.
+
+    Args:
+        file: open for reading bytes.
+        path: what errors call it.
+        packed: bytes of the compressed file that it is read from; None: it is not compressed.
+    """
+    content = bytearray()
+    while chunk := file.read(_CHUNK):
+        if not content and chunk.startswith((b"\xff\xfe", b"\xfe\xff")):
+            raise PeftlabError(f"{path}: is UTF-16, not UTF-8; save the file as UTF-8")
+        if (place := chunk.find(0)) >= 0:
+            line = content.count(b"\n") + chunk.count(b"\n", 0, place) + 1
+            raise PeftlabError(f"{path}:{line}: a NUL byte; the file is damaged, or not UTF-8 text")
+        content += chunk
+        if packed is not None and len(content) > expansion_limit(packed):
+            raise PeftlabError(
+                f"{path}: {packed:,} bytes expand to more than {expansion_limit(packed):,}; if that is "
+                "intended, decompress the file yourself"
+            )
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -175,8 +187,12 @@ def expansion_limit(size: int) -> int:
 
 def text_lines(path: Path) -> Iterator[tuple[int, str]]:
     """Yield number and text of every line that is not empty; errors as ``read_text``."""
+    return _lines(read_text(path))
+
+
+def _lines(text: str) -> Iterator[tuple[int, str]]:
     # str.splitlines would also break at U+2028 and the like, which are text.
-    for number, line in enumerate(read_text(path).split("\n"), start=1):
+    for number, line in enumerate(text.split("\n"), start=1):
         line = line.removesuffix("\r")
         if line:
             yield number, line
@@ -346,18 +362,18 @@ def _read_jsonl(path: Path) -> Table:
     return _table_of_lines(path, text_lines(path))
 
 
-def read_lines(lines: Iterable[str], name: str) -> Table:
+def read_lines(stream: SupportsRead[bytes], name: str) -> Table:
     """Read a stream: JSON objects, one a line, where the first begins with a brace, else texts in a column ``text``.
 
     Args:
-        lines: the stream's lines; blank ones are left out.
+        stream: UTF-8 text; blank lines are left out.
         name: what messages call the stream.
 
     Raises:
-        PeftlabError: a line that is no JSON object among lines that are.
+        PeftlabError: text that is not UTF-8, or a line that is no JSON object among lines that are.
     """
-    numbered = [(number, line.rstrip("\r\n")) for number, line in enumerate(lines, start=1) if line.strip()]
     path = Path(name)
+    numbered = [(number, line) for number, line in _lines(decode(stream, path)) if line.strip()]
     if numbered and numbered[0][1].lstrip().startswith("{"):
         return _table_of_lines(path, numbered)
     texts: list[object] = [line for _, line in numbered]

@@ -46,6 +46,7 @@ from peftlab.tasks.batches import (
 )
 from peftlab.tasks.data import Fault, Table, choice_columns, is_missing, is_unicode, items, refuse
 from peftlab.tasks.labelled_rows import (
+    ABSENT,
     MIN_CHOICES,
     NO_ENTITY,
     Examples,
@@ -53,6 +54,7 @@ from peftlab.tasks.labelled_rows import (
     entities,
     is_entity_scheme,
     load_task_data,
+    refuse_faulty_rows,
     row_choices,
 )
 from peftlab.tasks.metrics import (
@@ -477,9 +479,11 @@ class Answers(ABC):
         columns = [table.column(name, "a text") for name in names]
         faults: list[Fault] = []
         for name, column in zip(names, columns, strict=True):
-            bad = [i for i, v in enumerate(column) if not isinstance(v, str) or is_missing(v) or not is_unicode(v)]
+            absent = {row for row, value in enumerate(column) if is_missing(value)}
+            bad = [i for i, v in enumerate(column) if i not in absent and not (isinstance(v, str) and is_unicode(v))]
+            faults += table.fault(name, ABSENT, sorted(absent))
             faults += table.fault(name, "is not a text", bad)
-        refuse(faults)
+        refuse_faulty_rows(faults)
         return list(columns[0]) if len(columns) == 1 else list(zip(*columns, strict=True))
 
     def rows(self, given: Sequence[object]) -> Examples:
