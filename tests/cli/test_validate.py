@@ -73,6 +73,18 @@ def test_a_model_that_is_not_there_is_found(tmp_path: Path, model: Path, referen
     assert peftlab.validate(file, ["model=an-organisation/a-model-of-the-hub"])
 
 
+def test_a_misspelt_directory_is_no_hub_id_where_the_hub_is_not_asked(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = write(tmp_path, model)
+    monkeypatch.chdir(model.parent)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    assert peftlab.validate(file, ["model=bertt"])
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(PeftlabError, match=r"model 'bertt': no such directory \(did you mean 'bert'\?\)"):
+        peftlab.validate(file, ["model=bertt"])
+
+
 def test_columns_of_a_table_s_cells_and_of_split_files(tmp_path: Path, model: Path) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "train.csv").write_text("text,label\ngood,a\nbad,b\n")
