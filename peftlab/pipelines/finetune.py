@@ -30,6 +30,7 @@ from peftlab.files import (
     MERGE_INPUTS,
     Claim,
     Json,
+    read_object,
     replacing,
     scratch_directory,
     staged_directory,
@@ -66,7 +67,15 @@ from peftlab.recipe.load import dump_recipe
 from peftlab.recipe.schema import FinetuneRecipe, injected_method
 from peftlab.references import local_copy
 from peftlab.registry import resolve
-from peftlab.reporting.facts import CardInfo, adapter_card, data_lines, found_lines, trainable_line, training_section
+from peftlab.reporting.facts import (
+    CardInfo,
+    adapter_card,
+    as_float,
+    data_lines,
+    found_lines,
+    trainable_line,
+    training_section,
+)
 from peftlab.tasks.batches import Row, SplitRows, eval_batches, model_inputs
 from peftlab.tasks.data import listed
 from peftlab.tasks.generated import Answer, Contexts, check_packages, score
@@ -129,7 +138,8 @@ class FinetuneResults:
         seen_tokens: their tokens without padding.
         trained_tokens: language tasks: the tokens of an epoch that the loss counts: of the answers, or as
             ``data.train_on`` says; absent elsewhere.
-        total_seconds: wall time of the process's run up to its results, generated answers included.
+        total_seconds: wall time of the run up to its results, generated answers included. Of the processes before the
+            last, where a run was resumed, it has the seconds of training alone.
         merge: merged model against adapter: ``max_logit_difference``, ``argmax_agreement`` and ``examples``;
             only where a merge was verified.
         latency: forward pass relative to the base model's: of the ``merged`` model, and ``unmerged``, of base
@@ -351,7 +361,10 @@ def _run(recipe: FinetuneRecipe, directory: Claim, resume: bool, device: str) ->
         results.generate, results.generate_before = answers(task.model), answers_before
     if "trained_tokens" in task.train.column_names:
         results.trained_tokens = sum(task.train["trained_tokens"])
-    results.total_seconds = round(time.perf_counter() - began, 1)
+    results.total_seconds = round(progress.earlier_seconds + time.perf_counter() - began, 1)
+    if resume and progress.seconds == progress.earlier_seconds and (run_dir / "results.json").exists():
+        finished = as_float(read_object(run_dir / "results.json").get("total_seconds"))
+        results.total_seconds = results.total_seconds if finished is None else finished
 
     # Save the adapter, merge it, and write the report.
     if accelerator.is_main_process:
