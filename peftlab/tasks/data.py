@@ -831,6 +831,9 @@ def class_names_in_data(classes: Sequence[str], labels: Iterable[str]) -> tuple[
     return tuple(classes)
 
 
+_ZEROS = re.compile(r"(?<=\d)\.0*$")
+
+
 def label_indices(
     tables: Mapping[str, Table],
     column: str,
@@ -838,6 +841,8 @@ def label_indices(
     known: Sequence[str] | None,
 ) -> tuple[dict[str, list[list[int]]], Sequence[str]]:
     """Return the labels of each table's rows as indices of the classes, and the classes' names.
+
+    Where all labels are numbers, the text ``1.0`` is the class ``1``, as the number 1.0 is.
 
     Args:
         tables: the labelled tables by split.
@@ -849,6 +854,10 @@ def label_indices(
         PeftlabError: there is a single class, or labels are not in ``known``; both sets are listed.
     """
     every = {split: list(chain.from_iterable(found)) for split, found in labels.items()}
+    if all(math.isfinite(_number(name)) for names in every.values() for name in names):
+        whole = {name: name if name in (known or ()) else _ZEROS.sub("", name) for name in chain(*every.values())}
+        labels = {split: [[whole[name] for name in names] for names in found] for split, found in labels.items()}
+        every = {split: [whole[name] for name in names] for split, names in every.items()}
     if known is not None:
         classes, owner = class_names_in_data(known, chain.from_iterable(every.values())), "the model"
     else:
@@ -869,7 +878,7 @@ def label_indices(
         unknown = sorted(set(every[split]) - index.keys())
         if unknown:
             rows = [row for row, names in enumerate(found) if not index.keys() >= set(names)]
-            hint = did_you_mean(unknown[0], classes)
+            hint = "" if math.isfinite(_number(unknown[0])) else did_you_mean(unknown[0], classes)
             problem = f"has labels that are not classes of {owner}, {quoted(unknown[0])}{hint},"
             faults = tables[split].fault(column, problem, rows)
             problems += [*map(str, faults), f"  this file's: {listing(set(every[split]))}"]
