@@ -11,6 +11,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from inspect import signature
 from itertools import product
 from typing import TYPE_CHECKING, Literal
 from weakref import WeakKeyDictionary
@@ -21,7 +22,7 @@ from torch import Tensor
 from peftlab.errors import PeftlabError
 from peftlab.files import Json
 from peftlab.tasks.batches import Row, SplitRows
-from peftlab.tasks.conversations import Completion, Conversation, Message, Picture, tool_calls_of
+from peftlab.tasks.conversations import VARIABLES, Completion, Conversation, Message, Picture, tool_calls_of
 from peftlab.untyped import Processor, Schema
 
 if TYPE_CHECKING:
@@ -408,14 +409,14 @@ def _format(
 
 
 def template_of(row: Conversation, tokenizer: Processor) -> Callable[[Shape, Sequence[Message], bool], str]:
-    """Return the tokenizer's chat template with the conversation's tools; see ``Format`` and ``Shape``.
+    """Return the tokenizer's chat template with the conversation's tools and variables; see ``Format`` and ``Shape``.
 
     Args:
-        row: the conversation, for its tools.
+        row: the conversation, for its tools and variables.
         tokenizer: one with a chat template, or a processor with one.
 
     Raises:
-        PeftlabError: there is none; the row is named.
+        PeftlabError: there is none, or a variable is an argument of the function that calls it; the row is named.
     """
     if not getattr(tokenizer, "chat_template", None):
         raise PeftlabError(
@@ -424,11 +425,18 @@ def template_of(row: Conversation, tokenizer: Processor) -> Callable[[Shape, Seq
         )
 
     schemas: list[Schema] = list(row.tools)
+    arguments = signature(tokenizer_of(tokenizer).apply_chat_template).parameters if row.variables else {}
+    if taken := [name for name in row.variables if name in arguments]:
+        raise PeftlabError(f"{row.where}: {VARIABLES}: {taken[0]!r} is no variable that a row may set for its template")
 
     def write(shape: Shape, messages: Sequence[Message], prompted: bool) -> str:
         try:
             text = tokenizer.apply_chat_template(
-                shape(messages), tools=schemas or None, tokenize=False, add_generation_prompt=prompted
+                shape(messages),
+                tools=schemas or None,
+                tokenize=False,
+                add_generation_prompt=prompted,
+                **row.variables,
             )
         except Exception as error:  # a template is a program that comes with the tokenizer: it may raise anything
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
@@ -585,7 +593,7 @@ def fingerprint(name: str, splits: Iterable[tuple[str, Sequence[Source]]]) -> st
         digest.update(json.dumps([split, len(rows)]).encode())
         for row in rows:
             values: list[Json] = (
-                [json.loads(json.dumps(row.messages)), [*row.tools]]
+                [json.loads(json.dumps(row.messages)), [*row.tools], *([row.variables] if row.variables else [])]
                 if isinstance(row, Conversation)
                 else [row.prompt, row.completion]
             )

@@ -23,6 +23,7 @@ from peftlab.errors import PeftlabError
 from peftlab.models.load import eval_mode
 from peftlab.tasks.batches import Row, SplitRows, eval_batches, padding_or_end
 from peftlab.tasks.conversations import (
+    VARIABLES,
     Completion,
     Conversation,
     Message,
@@ -176,7 +177,7 @@ def read_preference(table: Table, row: int, data: DataConfig) -> Preference:
     for side, answer in found.items():
         if is_missing(answer) or answer == []:
             raise PeftlabError(f"{where}: no {side} answer")
-    alone = is_missing(values.get("system")) and is_missing(values.get("tools"))
+    alone = all(is_missing(values.get(name)) for name in ("system", "tools", VARIABLES))
     texts = isinstance(prompt, str) and prompt.strip() and all(isinstance(answer, str) for answer in found.values())
     if alone and texts:
         chosen, rejected = (Completion(str(prompt), str(answer), where) for answer in found.values())

@@ -41,7 +41,7 @@ from peftlab.methods.inject import trainable_parameters
 from peftlab.pipelines.finetune import FinetuneResults
 from peftlab.pipelines.recipes import run
 from peftlab.tasks.batches import SplitRows
-from peftlab.tasks.conversations import Completion, Conversation, read_calls
+from peftlab.tasks.conversations import Completion, Conversation, as_conversation, read_calls
 from peftlab.tasks.language import LanguageEvaluation, head_is_separable, load_language, nll
 from peftlab.tasks.language_examples import (
     Encoding,
@@ -53,6 +53,7 @@ from peftlab.tasks.language_examples import (
     end_of_turn,
     markers,
     shapes,
+    template_of,
 )
 from peftlab.tasks.table import DataConfig, find_task
 from tests.byte_tokens import byte_tokenizer
@@ -203,6 +204,27 @@ class TestTokens:
         bare.chat_template = None
         with pytest.raises(PeftlabError, match="a:7: a chat, but the model's tokenizer has no chat template"):
             encode(Conversation(TURNS, "a:7"), bare, Encoding(100))
+
+    def test_a_row_sets_variables_of_its_template(self, tokenizer) -> None:
+        import copy
+
+        thinking = copy.deepcopy(tokenizer)
+        thinking.chat_template = CHATML + "{% if quiet %}{{ '(quiet)' }}{% endif %}"
+
+        def form(value: object) -> str:
+            row = as_conversation(TURNS, {"chat_template_kwargs": value}, "a:7")
+            return template_of(row, thinking)(list, TURNS, False)
+
+        assert form({"quiet": True}) == form('{"quiet": true}') == form(None) + "(quiet)"
+        assert form({"quiet": None}) == form({}) == form(None)
+        with pytest.raises(
+            PeftlabError, match="a:7: chat_template_kwargs: 'tokenize' is no variable that a row may set"
+        ):
+            form({"tokenize": True})
+        with pytest.raises(
+            PeftlabError, match="a:7: chat_template_kwargs are an object of the template's variables, not"
+        ):
+            form([1])
 
 
 ROWS = {
