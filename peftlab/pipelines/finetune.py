@@ -262,6 +262,8 @@ def _run(recipe: FinetuneRecipe, directory: Claim, resume: bool, device: str) ->
     if task.task.found:  # the run's own recipe names the columns
         recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update=dict(task.task.found))})
     about = data_lines(task.classes, task.left_out, task.repeated, task.splits, settings.max_length)
+    if not task.classes:  # whose counts would say it
+        about.insert(0, "rows: " + ", ".join(f"{split} {each.rows:,}" for split, each in task.splits.items()))
     for line in [*found_lines(task.task.found), *about]:
         accelerator.print(line)
     if task.fresh:

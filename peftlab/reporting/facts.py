@@ -492,7 +492,7 @@ def data_lines(
     long = {reason for each in splits.values() for reason in each.left_out}
     return [
         *(table if classes else []),
-        *length_lines(splits, max_length, sizes=not classes),
+        *length_lines(splits, max_length),
         *(f"left out: {count:,} rows ({reason})" for reason, count in left_out.items() if reason not in long),
         *(f"warning: {text}" for text in class_warnings(classes)),
         *(
@@ -502,20 +502,19 @@ def data_lines(
     ]
 
 
-def length_lines(splits: Mapping[str, SplitRows], max_length: int, *, sizes: bool = False) -> list[str]:
+def length_lines(splits: Mapping[str, SplitRows], max_length: int) -> list[str]:
     """Return the lines on rows that are left out or truncated as ``train.max_length`` says.
 
     Args:
         splits: split to its rows; the name may be empty where there are no splits.
         max_length: ``train.max_length``.
-        sizes: whether to begin with a line of the splits' rows.
     """
 
     def parts(counts: Mapping[str, tuple[int, int]]) -> str:
         names = {split: f"{'training' if split == 'train' else split} rows".lstrip() for split in counts}
         return " and ".join(f"{n:,} of {of:,} {names[split]}" for split, (n, of) in counts.items() if n)
 
-    lines = ["rows: " + ", ".join(f"{split} {each.rows:,}" for split, each in splits.items())] if sizes else []
+    lines = []
     for why in dict.fromkeys(why for each in splits.values() for why in each.left_out):
         counts = {
             split: (each.left_out.get(why, 0), each.rows + sum(each.left_out.values()))

@@ -122,6 +122,12 @@ def test_deep_reads_labels_finds_targets_and_compares_space(tmp_path: Path, mode
     assert lines[6].startswith("checkpoints and models need 0.")
     lines = deep_lines(deep_check(peftlab.validate(file, ["train.max_length=3"])))
     assert "truncated" not in "".join(lines)
+    (tmp_path / "plain.csv").write_text("text\ngood film\ndull plot\n")
+    plain = ["task=text/plain", f"data.path={tmp_path / 'plain.csv'}", "~data.text", "~data.label"]
+    lines = deep_lines(deep_check(peftlab.validate(file, plain)))
+    assert lines[0] == "data of text/plain: train 1, validation 1 (columns: text)" and lines[1].startswith(
+        "method lora"
+    )
     long = write(tmp_path, model, "text,label\n" + "a good film,a\nbad,b\n" * 3)
     lines = deep_lines(deep_check(peftlab.validate(long, ["train.max_length=4"])))
     assert re.search(r"truncated: \d of 5 training rows.* \(4 tokens\); the longest has 5", "\n".join(lines))
