@@ -68,7 +68,7 @@ class Phase:
         self._outer = _open[-1] if _open else None
         if self._outer is None:
             if not (terminal and self.unit):
-                _write(f"{self.what} ({self._note}) ..." if self._note else f"{self.what} ...")
+                note(f"{self.what} ({self._note}) ..." if self._note else f"{self.what} ...")
         elif self._outer._bar is not None:
             self._outer._bar.set_description(self.what)
         if terminal and self.unit:
@@ -101,7 +101,7 @@ class Phase:
             outer.set_description(refresh=False)
             outer.clear()  # for lines that follow
         if kind is None and self._outer is None and (took := time.monotonic() - self._began) > LONG:
-            _write(f"{self.what}: took {duration(took)}")
+            note(f"{self.what}: took {duration(took)}")
 
     def advance(self, units: int = 1, values: str = "") -> None:
         """Count work that is done.
@@ -120,7 +120,7 @@ class Phase:
             enough = self.total is not None and self.done - self._written >= SHARE * self.total
             if silent >= EVERY or (enough and silent >= APART):
                 self._written = self.done
-                _write(self.line())
+                note(self.line())
 
     def line(self) -> str:
         """Return how far the phase is: ``training: step 40/200 (20 %), loss 0.4312, 2 min 14 s left``."""
@@ -143,7 +143,7 @@ class Phase:
         while not self._ended.wait(max(0.05, EVERY - (time.monotonic() - _last_line))):
             if time.monotonic() - _last_line >= EVERY:
                 with suppress(IndexError):  # it ends in this moment
-                    _write(_open[-1].line())
+                    note(_open[-1].line())
 
 
 def counted(items: Iterable[T], what: str, total: int, unit: str) -> Generator[T, None, None]:
@@ -176,8 +176,12 @@ def per_second(rate: float) -> str:
     return f"{rate:,.{0 if rate >= 10 else 2}f}"
 
 
-def _write(line: str) -> None:
-    """Write a line to stderr, after what stdout has kept back."""
+def note(line: str) -> None:
+    """Write a line to stderr, after what stdout has kept back.
+
+    Args:
+        line: the text.
+    """
     global _last_line
     _last_line = time.monotonic()
     with suppress(OSError, ValueError):  # a reader that is gone, a file that is closed

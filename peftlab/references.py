@@ -74,6 +74,23 @@ def similar_path(reference: str) -> str:
     return did_you_mean(path.name, siblings)
 
 
+def refuse_misspelt(reference: str, what: str = "model") -> None:
+    """Raise ``PeftlabError`` if a hub id can only be a misspelt path: the hub is not asked, and its cache lacks it.
+
+    Args:
+        reference: a hub id.
+        what: the name of the thing in the message.
+    """
+    values = (os.environ.get(name, "").upper() for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"))
+    if not any(value in ("1", "ON", "YES", "TRUE") for value in values):
+        return
+    if (hint := similar_path(reference)) and not _cached(reference):
+        raise PeftlabError(
+            f"{what} {reference!r}: no such directory{hint}, no such model in the hub's local cache, and the hub is "
+            "not asked (HF_HUB_OFFLINE)"
+        )
+
+
 def _cached(hub_id: str) -> bool:
     from huggingface_hub import try_to_load_from_cache
 

@@ -56,3 +56,6 @@ Compiled: TypeAlias = Any
 
 Processor: TypeAlias = Any
 """A tokenizer, an image processor, or a processor of texts and images: transformers' classes of them share no base."""
+
+Tokenised: TypeAlias = Any
+"""What a tokenizer returns for a batch of texts: transformers' class of it is a dictionary of any values."""

@@ -30,7 +30,7 @@ _OF_THE_MODEL = (
 )  # fmt: skip
 SCORED_BY = (*_OF_THE_MODEL, "data", "objective", "generate", "init_from")
 """The keys of a recipe, or the sections, that scores of a trained model depend on."""
-PREDICTED_BY = (*_OF_THE_MODEL, "data.text", "data.image", "data.choices")
+PREDICTED_BY = (*_OF_THE_MODEL, "data.text", "data.image", "data.choices", "data.drop_missing")
 """Those that its predictions depend on."""
 
 

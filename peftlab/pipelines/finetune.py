@@ -30,6 +30,7 @@ from peftlab.files import (
     MERGE_INPUTS,
     Claim,
     Json,
+    read_object,
     replacing,
     scratch_directory,
     staged_directory,
@@ -66,13 +67,21 @@ from peftlab.recipe.load import dump_recipe
 from peftlab.recipe.schema import FinetuneRecipe, injected_method
 from peftlab.references import local_copy
 from peftlab.registry import resolve
-from peftlab.reporting.facts import CardInfo, adapter_card, data_lines, found_lines, trainable_line, training_section
-from peftlab.tasks.batches import Row, eval_batches, model_inputs
+from peftlab.reporting.facts import (
+    CardInfo,
+    adapter_card,
+    as_float,
+    data_lines,
+    found_lines,
+    trainable_line,
+    training_section,
+)
+from peftlab.tasks.batches import Row, SplitRows, eval_batches, model_inputs
 from peftlab.tasks.data import listed
 from peftlab.tasks.generated import Answer, Contexts, check_packages, score
 from peftlab.tasks.images import prompt_inputs
 from peftlab.tasks.labelled_rows import MISSING
-from peftlab.tasks.language_examples import TOO_LONG, tokenizer_of
+from peftlab.tasks.language_examples import TOO_LONG, UNTRAINED, tokenizer_of
 from peftlab.tasks.metrics import ClassScores, HardExample
 from peftlab.tasks.problem import (
     ModelSource,
@@ -121,13 +130,16 @@ class FinetuneResults:
         cpu: the processor: ``name``, ``features`` (instruction sets), ``threads``.
         seed: ``train.seed``.
         classes: class name to its number of examples by split; empty for regression.
-        dropped_rows: rows left out because a text or label was missing.
+        dropped_rows: rows left out because a text or label was missing, or because they were too long.
         left_out: all rows left out, by reason.
+        splits: split to the ``rows`` that are trained on or scored, those ``left_out`` for their length by reason,
+            those ``truncated`` to ``train.max_length``, and the tokens of the ``longest`` before that (of images 0).
         seen_examples: examples of all training batches.
         seen_tokens: their tokens without padding.
         trained_tokens: language tasks: the tokens of an epoch that the loss counts: of the answers, or as
             ``data.train_on`` says; absent elsewhere.
-        total_seconds: wall time of the process's run up to its results, generated answers included.
+        total_seconds: wall time of the run up to its results, generated answers included. Of the processes before the
+            last, where a run was resumed, it has the seconds of training alone.
         merge: merged model against adapter: ``max_logit_difference``, ``argmax_agreement`` and ``examples``;
             only where a merge was verified.
         latency: forward pass relative to the base model's: of the ``merged`` model, and ``unmerged``, of base
@@ -183,6 +195,7 @@ class FinetuneResults:
     classes: dict[str, dict[str, int]]
     dropped_rows: int
     left_out: dict[str, int]
+    splits: dict[str, SplitRows]
     seen_examples: int
     seen_tokens: int
     trained_tokens: int | None = None
@@ -248,7 +261,10 @@ def _run(recipe: FinetuneRecipe, directory: Claim, resume: bool, device: str) ->
     _score_examples(task, recipe, accelerator)
     if task.task.found:  # the run's own recipe names the columns
         recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update=dict(task.task.found))})
-    for line in [*found_lines(task.task.found), *data_lines(task.classes, task.left_out, task.repeated)]:
+    about = data_lines(task.classes, task.left_out, task.repeated, task.splits, settings.max_length)
+    if not task.classes:  # whose counts would say it
+        about.insert(0, "rows: " + ", ".join(f"{split} {each.rows:,}" for split, each in task.splits.items()))
+    for line in [*found_lines(task.task.found), *about]:
         accelerator.print(line)
     if task.fresh:
         accelerator.print(f"newly initialised: {listed(task.fresh)}")
@@ -331,8 +347,9 @@ def _run(recipe: FinetuneRecipe, directory: Claim, resume: bool, device: str) ->
         total_parameters=total,
         padding_share=round(1 - progress.tokens / max(1, progress.padded_tokens), 4),
         classes=task.classes,
-        dropped_rows=task.left_out.get(MISSING, 0) + task.left_out.get(TOO_LONG, 0),
+        dropped_rows=sum(task.left_out.get(why, 0) for why in (MISSING, TOO_LONG, UNTRAINED)),
         left_out=task.left_out,
+        splits=task.splits,
         seen_examples=progress.examples,
         seen_tokens=progress.tokens,
         **progress.figures(settings, task.model, accelerator.device),
@@ -346,7 +363,10 @@ def _run(recipe: FinetuneRecipe, directory: Claim, resume: bool, device: str) ->
         results.generate, results.generate_before = answers(task.model), answers_before
     if "trained_tokens" in task.train.column_names:
         results.trained_tokens = sum(task.train["trained_tokens"])
-    results.total_seconds = round(time.perf_counter() - began, 1)
+    results.total_seconds = round(progress.earlier_seconds + time.perf_counter() - began, 1)
+    if resume and progress.seconds == progress.earlier_seconds and (run_dir / "results.json").exists():
+        finished = as_float(read_object(run_dir / "results.json").get("total_seconds"))
+        results.total_seconds = results.total_seconds if finished is None else finished
 
     # Save the adapter, merge it, and write the report.
     if accelerator.is_main_process:

@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING
 
 from peftlab.errors import PeftlabError
 from peftlab.files import Json, replacing, write_text
+from peftlab.progress import note
 from peftlab.registry import resolve
-from peftlab.tasks.data import Table, read_lines, read_table
+from peftlab.tasks.data import Table, is_missing, read_lines, read_table
 from peftlab.tasks.table import find_task
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ def predict_file(
     """
     overrides = list(overrides)
     write = _writer(out, overwrite)
-    table = read_lines(sys.stdin, "stdin") if source == STREAM else read_table(Path(source))
+    table = read_lines(sys.stdin.buffer, "stdin") if source == STREAM else read_table(Path(source))
     if len(table) == 0:
         raise PeftlabError(f"{table.path}: no rows")
     _refuse_output_columns(table, ["prediction"])  # a file that was labelled before
@@ -75,11 +76,25 @@ def predict_file(
     answers = answers_of(trained)
     texts = ["text"] if source == STREAM and [*table.columns] == ["text"] else []  # lines without column names
     names = tuple(text or texts or trained.recipe.data.text or find_task(trained.recipe.task).text)
+    if trained.recipe.data.drop_missing:
+        table = _with_inputs(table, names)
     rows = answers.read(table, names, trained.recipe.data)
     found = predict(reference, rows, recipe_name, overrides, device=device, on_rows=on_rows)  # type: ignore[arg-type]
     _refuse_output_columns(table, found.columns())
     write({**dict(table.columns.items()), **found.columns()})
     return found
+
+
+def _with_inputs(table: Table, names: Sequence[str]) -> Table:
+    """Return a table without the rows that lack a value of a column in ``names``; how many they are is printed."""
+    needed = [table.columns[name] for name in names if name in table.columns]
+    kept = [row for row in range(len(table)) if not any(is_missing(column[row]) for column in needed)]
+    if not kept:
+        raise PeftlabError(f"{table.path}: no rows; every row lacks a text")
+    if len(kept) == len(table):
+        return table
+    note(f"left out: {len(table) - len(kept):,} of {len(table):,} rows (text missing)")
+    return table.take(list(table.columns), kept)
 
 
 def _refuse_output_columns(table: Table, names: Iterable[str]) -> None:
@@ -109,9 +124,11 @@ def _json_lines(columns: Columns) -> str:
 
 def _csv(path: Path, columns: Columns) -> None:
     text = io.StringIO(newline="")
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(columns)
-    writer.writerows(map(_cell, row) for row in zip(*columns.values(), strict=True))
+    plain, quoting = (csv.writer(text, lineterminator="\n", quoting=how) for how in (csv.QUOTE_MINIMAL, csv.QUOTE_ALL))
+    for row in [tuple(columns), *zip(*columns.values(), strict=True)]:
+        cells = [_cell(value) for value in row]
+        # Python below 3.13 leaves a carriage return alone in a cell unquoted, where readers end the row.
+        (quoting if any("\r" in str(cell) for cell in cells) else plain).writerow(cells)
     write_text(path, text.getvalue())
 
 
@@ -175,7 +192,7 @@ def predict(
             the paths of images.
         recipe_name: the recipe that names the task; default: ``recipe.yaml`` in that directory or above it.
         overrides: as for ``peftlab run``, of what predictions depend on (``evaluate.PREDICTED_BY``):
-            ``train.eval_batch_size``, ``train.max_length``.
+            ``train.eval_batch_size``, ``train.max_length``; in ``predict_file`` ``data.drop_missing`` too.
         device: as for ``peftlab.run``.
         on_rows: called with the number of rows of each batch as it begins.
 
@@ -187,6 +204,8 @@ def predict(
     from peftlab.models.load import eval_mode
     from peftlab.pipelines.evaluate import PREDICTED_BY, find_trained, refuse_untrained
     from peftlab.pipelines.finetune import model_source
+    from peftlab.reporting.facts import length_lines
+    from peftlab.tasks.batches import split_rows
     from peftlab.tasks.labelled import Evaluation, load_classifier, tokens_for
     from peftlab.training.distributed import accelerator_on
 
@@ -202,6 +221,8 @@ def predict(
     else:
         load_adapter(model, trained.adapter)
     tokens = tokens_for(str(reference), answers, model, processor, settings.max_length, examples)
+    for line in length_lines({"": split_rows(tokens, settings.max_length)}, settings.max_length):
+        note(line)
     collate = answers.collate(processor)
 
     def counted(rows: Sequence[Row]) -> dict[str, Tensor]:

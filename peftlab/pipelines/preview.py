@@ -26,7 +26,7 @@ from peftlab.recipe.schema import FinetuneRecipe, Recipe, injected_method
 from peftlab.registry import resolve
 from peftlab.remote import local_place
 from peftlab.reporting.facts import data_lines
-from peftlab.tasks.batches import model_inputs
+from peftlab.tasks.batches import SplitRows, model_inputs, split_rows
 from peftlab.tasks.data import tables_read
 from peftlab.tasks.images import collate_chat
 from peftlab.tasks.labelled import Answers, class_counts, repeated_rows
@@ -54,6 +54,8 @@ class CheckedData:
         rows: split name to its number of rows.
         classes: class name to its number of rows by split; empty without classes.
         left_out: reason to the number of rows that are in no split.
+        splits: labelled tasks: split to its rows that ``max_length`` truncates; empty for others.
+        max_length: ``train.max_length``.
         repeated: evaluation split to the number of its rows whose text a training row has too, where there are any.
     """
 
@@ -63,6 +65,8 @@ class CheckedData:
     classes: dict[str, dict[str, int]]
     left_out: dict[str, int]
     repeated: dict[str, int]
+    splits: dict[str, SplitRows]
+    max_length: int
 
 
 @dataclass(frozen=True)
@@ -101,12 +105,12 @@ def deep_check(recipe: Recipe) -> DeepCheck:
     runs = [run for run in runs_of(recipe) if isinstance(run, FinetuneRecipe)]
     if not runs:
         raise PeftlabError(f"--deep: a recipe of kind {recipe.kind} has no labels or targets to check; others have")
-    data = {(each.task, repr(each.data)): each for each in runs}
+    data = {_data_key(each): each for each in runs}
     methods = {(each.task, repr(each.method)): each for each in runs}
     read = {key: _read_data(each) for key, each in data.items()}
     for each in {(each.task, each.train.max_length): each for each in runs}.values():
-        _refuse_too_long(each, read[each.task, repr(each.data)])
-    found = {key: _inspect_method(each, read[each.task, repr(each.data)]) for key, each in methods.items()}
+        _refuse_too_long(each, read[_data_key(each)])
+    found = {key: _inspect_method(each, read[_data_key(each)]) for key, each in methods.items()}
     needed = sum(_needed_bytes(each, found[each.task, repr(each.method)]) for each in runs)
     checked = DeepCheck(
         data=list(read.values()),
@@ -118,6 +122,11 @@ def deep_check(recipe: Recipe) -> DeepCheck:
     if needed > checked.free_bytes:
         raise PeftlabError(f"output_dir: {_space_line(checked)}")
     return checked
+
+
+def _data_key(recipe: FinetuneRecipe) -> tuple[object, ...]:
+    """Return what the counts of a run's rows depend on."""
+    return recipe.task, repr(recipe.data), recipe.model, recipe.revision, recipe.train.max_length
 
 
 def deep_lines(checked: DeepCheck) -> list[str]:
@@ -138,16 +147,22 @@ def _read_data(recipe: FinetuneRecipe) -> CheckedData:
         refuse_no_training(task.name, len(rows.get("train", ())), recipe.data.validation)
         evaluation_splits(task, rows)
         _first_sequences(recipe, rows, "train", 1)  # the tokenizer has a chat template, if one is needed
-        return CheckedData(task.name, columns, {split: len(each) for split, each in rows.items()}, {}, left_out, {})
-    data = load_task_data(recipe.task, recipe.data)
+        sizes, longest = {split: len(each) for split, each in rows.items()}, recipe.train.max_length
+        return CheckedData(task.name, columns, sizes, {}, left_out, {}, {}, longest)
+    data, longest = load_task_data(recipe.task, recipe.data), recipe.train.max_length
     refuse_no_training(task.name, len(data.splits.get("train", ())), recipe.data.validation)
+    answers: Answers = resolve(task.answers)(data.task)
+    processor = answers.processor(_source(recipe))
+    used = {split: rows for split, rows in data.splits.items() if split == "train" or "label" in rows.column_names}
     return CheckedData(
         task=task.name,
         columns=columns,
         rows={split: len(rows) for split, rows in data.splits.items()},
-        classes=class_counts(resolve(task.answers)(data.task), data.splits),
+        classes=class_counts(answers, data.splits),
         left_out=data.left_out,
         repeated=repeated_rows(data.task, data.splits),
+        splits={split: split_rows(answers.tokens(rows, processor, longest), longest) for split, rows in used.items()},
+        max_length=longest,
     )
 
 
@@ -191,7 +206,8 @@ def _data_lines(data: CheckedData) -> list[str]:
     """Return the sizes of the splits, and the lines on the data that a run prints before it trains."""
     listed = ", ".join(f"{split} {size:,}" for split, size in data.rows.items())
     columns = f" (columns: {', '.join(data.columns)})" if data.columns else ""
-    return [f"data of {data.task}: {listed}{columns}", *data_lines(data.classes, data.left_out, data.repeated)]
+    about = data_lines(data.classes, data.left_out, data.repeated, data.splits, data.max_length)
+    return [f"data of {data.task}: {listed}{columns}", *about]
 
 
 def _target_line(checked: CheckedMethod) -> str:

@@ -11,7 +11,7 @@ from peftlab.errors import PeftlabError
 from peftlab.models.config import find_model
 from peftlab.recipe.load import load_recipe, runs_of
 from peftlab.recipe.schema import AnyTable, DraftRecipe, FinetuneRecipe, Recipe
-from peftlab.references import locate
+from peftlab.references import locate, refuse_misspelt
 from peftlab.registry import resolve
 from peftlab.tasks.data import tables_read
 from peftlab.tasks.table import DataConfig, Task, find_task
@@ -131,7 +131,8 @@ def check_models(recipe: Recipe) -> None:
     """Check that each model that running ``recipe`` starts from is there, if it is a path or a file of a package.
 
     Raises:
-        PeftlabError: no such path, package or file of it; a directory that contains no model.
+        PeftlabError: no such path, package or file of it; a directory that contains no model; offline, an id that is
+            not in the hub's cache and spelled like a path that is there.
     """
     runs = runs_of(recipe)
     finetuned = [run for run in runs if isinstance(run, FinetuneRecipe)]
@@ -144,6 +145,8 @@ def check_models(recipe: Recipe) -> None:
             references += [reference for reference in named if reference is not None]
     for reference in dict.fromkeys(references):
         place = locate(find_model(reference).base)
+        if isinstance(place, str):
+            refuse_misspelt(place)
         if isinstance(place, Path) and place.is_dir() and not (place / "config.json").exists():
             raise PeftlabError(f"model {reference!r}: {place} has no config.json")
 

@@ -9,15 +9,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from rich.console import Console
 from rich.table import Table
 
 from peftlab.errors import PeftlabError
 from peftlab.files import MARK, Json, is_locked, parse_json, read_mark, read_object
 from peftlab.progress import duration
-from peftlab.reporting.console import LongName
+from peftlab.reporting.console import LongName, fold_name
 from peftlab.reporting.facts import label, number, plain_table, stored_recipe
 
 _TAIL = 1 << 16  # bytes at the end of metrics.jsonl that are read: the newest steps and evaluation
+_WIDE, _KIND = 100, 16  # columns of a terminal with room for a kind on one line; those of a kind in a narrower one
 
 
 @dataclass(frozen=True)
@@ -67,12 +69,13 @@ def runs_table(runs: Sequence[RunState], directory: str | Path) -> Table:
     for name in ("run", "kind", "step", "loss", "score", "age", "state"):
         figure = name in ("step", "loss", "age")
         justify: Literal["left", "right"] = "right" if figure else "left"
-        table.add_column(name, justify=justify, no_wrap=figure or name == "state", overflow="fold")
+        table.add_column(name, justify=justify, no_wrap=figure or name in ("kind", "state"), overflow="fold")
+    room = _KIND if Console().width < _WIDE else _WIDE  # rich would break the longest column in the middle of a word
     for run in runs:
         place = LongName(os.path.relpath(run.run, directory))
         figures = ["" if value is None else number(value) for value in (run.step, run.loss)]
         score = "" if run.score is None else f"{label(str(run.metric))} {number(run.score)}"
-        table.add_row(place, run.kind, *figures, score, duration(run.age), run.state)
+        table.add_row(place, "\n".join(fold_name(run.kind, room)), *figures, score, duration(run.age), run.state)
     return table
 
 

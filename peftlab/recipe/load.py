@@ -20,7 +20,7 @@ from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 from ruamel.yaml.reader import ReaderError
 from ruamel.yaml.representer import RoundTripRepresenter
 
-from peftlab.errors import PeftlabError, did_you_mean, suggest
+from peftlab.errors import PeftlabError, did_you_mean, same_setting, suggest
 from peftlab.files import Json, read_text, to_json
 from peftlab.methods.config import METHODS
 from peftlab.recipe import library
@@ -613,6 +613,10 @@ def _setting(recipe: Recipe, source: Source, keys: Keys) -> Keys:
         if len(owners) > 1:
             raise PeftlabError(f"{keys[0]}: write {' or '.join(f'sweep.{name}.{keys[0]}' for name in owners)}")
         keys = (owners[0], *keys)
+    elif len(keys) == 1 and keys[0] not in known[""]:
+        every = [field for fields in known.values() for field in fields]
+        if not same_setting(str(keys[0]), every) and (hint := did_you_mean(str(keys[0]), every)):
+            raise PeftlabError(f"{keys[0]}: unknown key{hint}")
     if len(keys) > 2:
         raise PeftlabError(f"{dotted(keys[:2])}: sweep it as a whole: sweep.{dotted(keys[:2])}=[value, value]")
     if keys in (("data",), ("train",)):

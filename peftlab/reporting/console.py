@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from peftlab.checkpoints.extract import Extraction
     from peftlab.checkpoints.merge_steps import MergeReport, TensorReport
 
-_PIECES = re.compile(r"[^./:-]*[./:-]|[^./:-]+")
+_PIECES = re.compile(r"[^./: -]*[./: -]|[^./: -]+")
 LAYER = re.compile(r"(?<=\.)\d+(?=\.)")
 _INDENT = "  "
 _LOADS = {True: "yes", False: "no", "unknown": "unknown"}
@@ -44,7 +44,7 @@ class LongName:
 
 
 def fold_name(name: str, width: int) -> list[str]:
-    """Split ``name`` after ``.``, ``/``, ``:`` or ``-`` into lines of at most ``width``.
+    """Split ``name`` after ``.``, ``/``, ``:``, ``-`` or a blank into lines of at most ``width``.
 
     Lines after the first leave room for an indent of 2. A piece longer than a line is not broken. Joined, the
     lines are the name again.

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from huggingface_hub import EvalResult
 
     from peftlab.checkpoints.merge_plan import Training
+    from peftlab.tasks.batches import SplitRows
 
 Results = Mapping[str, object]
 """The contents of ``results.json``; its keys are the fields of ``FinetuneResults`` and ``DraftResults``."""
@@ -367,6 +368,7 @@ def _finetune_summary(results: Results, times: str) -> dict[str, str]:
     merge, latency, said, losses, chosen = (
         _mapping(results.get(key)) for key in ("merge", "latency", "sample", "merge_losses", "selection")
     )
+    truncated = sum(int(_mapping(rows).get("truncated", 0)) for rows in _mapping(results.get("splits")).values())
     left_out, agreement = sum(_mapping(results.get("left_out")).values()), as_float(merge.get("argmax_agreement"))
     return {
         "other metrics": _joined(*others.pop(_first_split(results), [])),
@@ -377,6 +379,7 @@ def _finetune_summary(results: Results, times: str) -> dict[str, str]:
             *(f"{count:,} {unit}" for unit in ("examples", "tokens") if (count := results.get(f"seen_{unit}"))),
             f"{chosen['examples']:,} of them chosen" if chosen else "",
             f"{left_out:,} left out" if left_out else "",
+            f"{truncated:,} rows truncated" if truncated else "",
         ),
         "merged and unmerged": _joined(
             f"logits within {number(merge.get('max_logit_difference'))}" if merge else "",
@@ -464,13 +467,21 @@ def found_lines(found: Mapping[str, Sequence[str] | str]) -> list[str]:
     ]
 
 
-def data_lines(classes: Counts, left_out: Mapping[str, int], repeated: Mapping[str, int] | None = None) -> list[str]:
-    """Return the lines printed about the data before training: counts, rows left out, warnings.
+def data_lines(
+    classes: Counts,
+    left_out: Mapping[str, int],
+    repeated: Mapping[str, int],
+    splits: Mapping[str, SplitRows],
+    max_length: int,
+) -> list[str]:
+    """Return the lines printed about the data before training: counts, rows left out or truncated, warnings.
 
     Args:
         classes: class name to its number of examples by split.
         left_out: reason to the number of rows left out.
         repeated: split to the number of its rows whose text a training row has too.
+        splits: split to its rows, and what ``max_length`` does to them.
+        max_length: ``train.max_length``.
     """
     header, *rows = class_rows(classes, _SHOWN)
     widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
@@ -478,15 +489,44 @@ def data_lines(classes: Counts, left_out: Mapping[str, int], repeated: Mapping[s
         "  ".join([row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))])
         for row in (header, *rows)
     ]
+    long = {reason for each in splits.values() for reason in each.left_out}
     return [
         *(table if classes else []),
-        *(f"left out: {count:,} rows ({reason})" for reason, count in left_out.items()),
+        *length_lines(splits, max_length),
+        *(f"left out: {count:,} rows ({reason})" for reason, count in left_out.items() if reason not in long),
         *(f"warning: {text}" for text in class_warnings(classes)),
         *(
             f"warning: {split} rows with the text of a training row: {count:,}; scores may be too high"
-            for split, count in (repeated or {}).items()
+            for split, count in repeated.items()
         ),
     ]
+
+
+def length_lines(splits: Mapping[str, SplitRows], max_length: int) -> list[str]:
+    """Return the lines on rows that are left out or truncated as ``train.max_length`` says.
+
+    Args:
+        splits: split to its rows; the name may be empty where there are no splits.
+        max_length: ``train.max_length``.
+    """
+
+    def parts(counts: Mapping[str, tuple[int, int]]) -> str:
+        names = {split: f"{'training' if split == 'train' else split} rows".lstrip() for split in counts}
+        return " and ".join(f"{n:,} of {of:,} {names[split]}" for split, (n, of) in counts.items() if n)
+
+    lines = []
+    for why in dict.fromkeys(why for each in splits.values() for why in each.left_out):
+        counts = {
+            split: (each.left_out.get(why, 0), each.rows + sum(each.left_out.values()))
+            for split, each in splits.items()
+        }
+        lines.append(f"left out: {parts(counts)} ({why}, {max_length:,} tokens)")
+    if cut := parts({split: (each.truncated, each.rows) for split, each in splits.items()}):
+        longest = max(each.longest for each in splits.values())
+        lines.append(
+            f"truncated: {cut} are longer than train.max_length ({max_length:,} tokens); the longest has {longest:,}"
+        )
+    return lines
 
 
 def class_rows(classes: Counts, most: int) -> list[tuple[str, ...]]:

@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from torch import Tensor
     from transformers import PreTrainedTokenizerBase
+
+    from peftlab.untyped import Tokenised
 
 
 Row: TypeAlias = Mapping[str, object]
@@ -41,7 +44,37 @@ def model_inputs(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
 Batch: TypeAlias = Mapping[str, list[object]]
 """Rows by column."""
 Encode: TypeAlias = Callable[[Batch, "PreTrainedTokenizerBase", int], dict[str, list[object]]]
-"""Columns of rows, tokenizer and ``max_length`` to the rows' tokens: ``input_ids``, ``length`` and others."""
+"""Columns of rows, tokenizer and ``max_length`` to the tokens: ``input_ids``, ``length``, ``whole`` and others."""
+WHOLE = "whole"
+"""The column of how many tokens a row has before it is truncated: of its longest text, where it has several."""
+
+
+@dataclass(frozen=True)
+class SplitRows:
+    """The rows of a split, and what ``train.max_length`` does to them.
+
+    Attributes:
+        rows: that are trained on or scored.
+        left_out: reason to the number of rows that are too long.
+        truncated: rows that lose their end.
+        longest: tokens of the longest row, before that.
+    """
+
+    rows: int
+    left_out: dict[str, int] = field(default_factory=dict)
+    truncated: int = 0
+    longest: int = 0
+
+
+def split_rows(tokens: Dataset, max_length: int) -> SplitRows:
+    """Return how many rows of a tokenised split there are, and how many were truncated.
+
+    Args:
+        tokens: what ``tokenise`` returned, or rows that no length limits.
+        max_length: to which it truncated.
+    """
+    whole = list(tokens[WHOLE]) if WHOLE in tokens.column_names else []
+    return SplitRows(len(tokens), truncated=sum(n > max_length for n in whole), longest=max(whole, default=0))
 
 
 def tokenise(
@@ -61,8 +94,9 @@ def tokenise(
         encode: how rows become tokens; None: ``encode_texts``.
 
     Returns:
-        ``input_ids``, ``token_type_ids`` where the tokenizer makes them, ``length`` (tokens), and ``label``
-        where there is one. Nothing is padded, so the attention mask is all ones and not stored.
+        ``input_ids``, ``token_type_ids`` where the tokenizer makes them, ``length`` (tokens), ``whole`` (tokens
+        before truncation), and ``label`` where there is one. Nothing is padded, so the attention mask is all ones and
+        not stored.
 
     Raises:
         PeftlabError: ``max_length`` leaves no room beside the special tokens, or a text has no tokens.
@@ -104,14 +138,37 @@ def encode_texts(batch: Batch, tokenizer: PreTrainedTokenizerBase, max_length: i
         tokenizer: the model's tokenizer.
         max_length: tokens, special ones included, to which an example is truncated.
     """
-    tokens = tokenizer(
-        batch["text"],
-        batch.get("text_pair"),
-        truncation="longest_first",
-        max_length=max_length,
-        return_attention_mask=False,
-    )
-    return {**tokens, "length": [len(ids) for ids in tokens["input_ids"]]}
+    texts = [batch[name] for name in ("text", "text_pair") if name in batch]
+    tokens = tokenizer(*texts, truncation="longest_first", max_length=max_length, return_attention_mask=False)
+    lengths = [len(ids) for ids in tokens["input_ids"]]
+    return {**tokens, "length": lengths, WHOLE: whole_lengths(tokens, tokenizer, max_length, *texts)}
+
+
+def whole_lengths(
+    tokens: Tokenised, tokenizer: PreTrainedTokenizerBase, max_length: int, *texts: Sequence[object]
+) -> list[int]:
+    """Return how many tokens each text, or pair of texts, has before it is truncated, special ones included.
+
+    A fast tokenizer keeps what it cuts off a single text. Pairs that fill ``max_length``, and such texts of a slow
+    tokenizer, are tokenised once more.
+
+    Args:
+        tokens: what the tokenizer returned for the texts.
+        tokenizer: the model's tokenizer.
+        max_length: to which they were truncated.
+        texts: the column of texts, or the two of pairs.
+    """
+    lengths = [len(ids) for ids in tokens["input_ids"]]
+    if tokens.encodings is not None and len(texts) == 1:
+        special = tokenizer.num_special_tokens_to_add(pair=False)  # each part that was cut off has its own
+        cut = [[len(part) - special for part in each.overflowing] for each in tokens.encodings]
+        return [length + sum(parts) for length, parts in zip(lengths, cut, strict=True)]
+    full = [row for row, length in enumerate(lengths) if length >= max_length]
+    if full:
+        again = tokenizer(*([column[row] for row in full] for column in texts), verbose=False)
+        for row, ids in zip(full, again["input_ids"], strict=True):
+            lengths[row] = len(ids)
+    return lengths
 
 
 def largest_id(dataset: Dataset) -> int:
@@ -138,6 +195,7 @@ def _fingerprint(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, max_lengt
         tokenizer.truncation_side,
         max_length,
         getattr(encode, "__qualname__", ""),
+        WHOLE,  # tokens without that column have another name
     ]
     digest = hashlib.sha256(json.dumps(parts).encode())
     for rows in dataset.iter(1000):

@@ -179,6 +179,8 @@ def check_turns(messages: Sequence[Message], where: str) -> None:
 
 # --- Tools and calls of them, as chat templates take them.
 _CALL = ("name", "arguments")
+VARIABLES = "chat_template_kwargs"
+"""The column of a row's variables for the chat template, such as ``{"enable_thinking": false}``."""
 
 
 class Function(TypedDict):
@@ -211,6 +213,16 @@ def read_tools(value: object, where: str) -> list[dict[str, Json]]:
     if not isinstance(tools, list):
         raise PeftlabError(f"{where}: tools are a list, not {quoted(tools)}")
     return [_read_tool(tool, where) for tool in tools]
+
+
+def _read_variables(value: object, where: str) -> dict[str, Json]:
+    """Return the variables of a row for its chat template: an object, or a text of one; null stands for none."""
+    if is_missing(value):
+        return {}
+    variables = _json(value, VARIABLES, where)
+    if not isinstance(variables, dict):
+        raise PeftlabError(f"{where}: {VARIABLES} are an object of the template's variables, not {quoted(variables)}")
+    return {name: each for name, each in variables.items() if each is not None}
 
 
 def read_calls(value: object, where: str) -> list[dict[str, Json]]:
@@ -286,7 +298,7 @@ class Picture:
 
 @dataclass(frozen=True)
 class Conversation:
-    """A chat; ``tools`` are JSON schemas for the template. ``where``: file and line.
+    """A chat; ``tools`` are JSON schemas for the template, ``variables`` further ones of it. ``where``: file and line.
 
     ``texts``: the same turns where the file has a tool call as text (ShareGPT), for templates that write no tool calls.
     ``pictures``: the images, in the order of the parts of type ``image``.
@@ -297,6 +309,7 @@ class Conversation:
     tools: list[dict[str, Json]] = field(default_factory=list)
     texts: list[Message] | None = None
     pictures: tuple[Picture, ...] = ()
+    variables: dict[str, Json] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -333,7 +346,7 @@ def read_conversation(table: Table, row: int, data: DataConfig) -> Conversation:
 
 
 def as_conversation(messages: list[Message], values: Mapping[str, object], where: str) -> Conversation:
-    """Return turns as a conversation, with the columns ``system`` and ``tools`` of their row.
+    """Return turns as a conversation, with the columns ``system``, ``tools`` and ``chat_template_kwargs`` of their row.
 
     Args:
         messages: the turns that ``read_turns`` returned.
@@ -344,8 +357,8 @@ def as_conversation(messages: list[Message], values: Mapping[str, object], where
     check_turns(messages, where)
     calls = [with_parsed_call(message, where) for message in messages]
     texts = [{**message, "role": "assistant"} if message["role"] == CALLED else message for message in messages]
-    tools = read_tools(values.get("tools"), where)
-    return Conversation(calls, where, tools, texts if texts != messages else None)
+    tools, variables = read_tools(values.get("tools"), where), _read_variables(values.get(VARIABLES), where)
+    return Conversation(calls, where, tools, texts if texts != messages else None, variables=variables)
 
 
 def chat_columns(table: Table, row: int, data: DataConfig) -> tuple[str, ...] | None:

@@ -41,6 +41,7 @@ from peftlab.registry import resolve
 from peftlab.tasks.table import DataConfig, Task
 
 if TYPE_CHECKING:
+    from _typeshed import SupportsRead
     from pyarrow.parquet import ParquetFile
 
 
@@ -138,23 +139,34 @@ def read_text(path: Path) -> str:
     """
     size = regular_size(path)
     packed = path.name.lower().endswith(".gz")
-    content = bytearray()
     try:
         with gzip.open(path, "rb") if packed else path.open("rb") as file:
-            while chunk := file.read(_CHUNK):
-                if not content and chunk.startswith((b"\xff\xfe", b"\xfe\xff")):
-                    raise PeftlabError(f"{path}: is UTF-16, not UTF-8; save the file as UTF-8")
-                if (place := chunk.find(0)) >= 0:
-                    line = content.count(b"\n") + chunk.count(b"\n", 0, place) + 1
-                    raise PeftlabError(f"{path}:{line}: a NUL byte; the file is damaged, or not UTF-8 text")
-                content += chunk
-                if packed and len(content) > expansion_limit(size):
-                    raise PeftlabError(
-                        f"{path}: {size:,} bytes expand to more than {expansion_limit(size):,}; if that is "
-                        "intended, decompress the file yourself"
-                    )
+            return decode(file, path, size if packed else None)
     except (OSError, EOFError, zlib.error) as error:
         raise PeftlabError(f"{path}: cannot be read ({error})") from None
+
+
+def decode(file: SupportsRead[bytes], path: Path, packed: int | None = None) -> str:
+    """Return the text of an open file or stream, without a byte order mark; errors as in ``read_text``.
+
+    Args:
+        file: open for reading bytes.
+        path: what errors call it.
+        packed: bytes of the compressed file that it is read from; None: it is not compressed.
+    """
+    content = bytearray()
+    while chunk := file.read(_CHUNK):
+        if not content and chunk.startswith((b"\xff\xfe", b"\xfe\xff")):
+            raise PeftlabError(f"{path}: is UTF-16, not UTF-8; save the file as UTF-8")
+        if (place := chunk.find(0)) >= 0:
+            line = content.count(b"\n") + chunk.count(b"\n", 0, place) + 1
+            raise PeftlabError(f"{path}:{line}: a NUL byte; the file is damaged, or not UTF-8 text")
+        content += chunk
+        if packed is not None and len(content) > expansion_limit(packed):
+            raise PeftlabError(
+                f"{path}: {packed:,} bytes expand to more than {expansion_limit(packed):,}; if that is "
+                "intended, decompress the file yourself"
+            )
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -175,8 +187,12 @@ def expansion_limit(size: int) -> int:
 
 def text_lines(path: Path) -> Iterator[tuple[int, str]]:
     """Yield number and text of every line that is not empty; errors as ``read_text``."""
+    return _lines(read_text(path))
+
+
+def _lines(text: str) -> Iterator[tuple[int, str]]:
     # str.splitlines would also break at U+2028 and the like, which are text.
-    for number, line in enumerate(read_text(path).split("\n"), start=1):
+    for number, line in enumerate(text.split("\n"), start=1):
         line = line.removesuffix("\r")
         if line:
             yield number, line
@@ -346,18 +362,18 @@ def _read_jsonl(path: Path) -> Table:
     return _table_of_lines(path, text_lines(path))
 
 
-def read_lines(lines: Iterable[str], name: str) -> Table:
+def read_lines(stream: SupportsRead[bytes], name: str) -> Table:
     """Read a stream: JSON objects, one a line, where the first begins with a brace, else texts in a column ``text``.
 
     Args:
-        lines: the stream's lines; blank ones are left out.
+        stream: UTF-8 text; blank lines are left out.
         name: what messages call the stream.
 
     Raises:
-        PeftlabError: a line that is no JSON object among lines that are.
+        PeftlabError: text that is not UTF-8, or a line that is no JSON object among lines that are.
     """
-    numbered = [(number, line.rstrip("\r\n")) for number, line in enumerate(lines, start=1) if line.strip()]
     path = Path(name)
+    numbered = [(number, line) for number, line in _lines(decode(stream, path)) if line.strip()]
     if numbered and numbered[0][1].lstrip().startswith("{"):
         return _table_of_lines(path, numbered)
     texts: list[object] = [line for _, line in numbered]
@@ -815,6 +831,9 @@ def class_names_in_data(classes: Sequence[str], labels: Iterable[str]) -> tuple[
     return tuple(classes)
 
 
+_ZEROS = re.compile(r"(?<=\d)\.0*$")
+
+
 def label_indices(
     tables: Mapping[str, Table],
     column: str,
@@ -822,6 +841,8 @@ def label_indices(
     known: Sequence[str] | None,
 ) -> tuple[dict[str, list[list[int]]], Sequence[str]]:
     """Return the labels of each table's rows as indices of the classes, and the classes' names.
+
+    Where all labels are numbers, the text ``1.0`` is the class ``1``, as the number 1.0 is.
 
     Args:
         tables: the labelled tables by split.
@@ -833,6 +854,10 @@ def label_indices(
         PeftlabError: there is a single class, or labels are not in ``known``; both sets are listed.
     """
     every = {split: list(chain.from_iterable(found)) for split, found in labels.items()}
+    if all(math.isfinite(_number(name)) for names in every.values() for name in names):
+        whole = {name: name if name in (known or ()) else _ZEROS.sub("", name) for name in chain(*every.values())}
+        labels = {split: [[whole[name] for name in names] for names in found] for split, found in labels.items()}
+        every = {split: [whole[name] for name in names] for split, names in every.items()}
     if known is not None:
         classes, owner = class_names_in_data(known, chain.from_iterable(every.values())), "the model"
     else:
@@ -853,7 +878,7 @@ def label_indices(
         unknown = sorted(set(every[split]) - index.keys())
         if unknown:
             rows = [row for row, names in enumerate(found) if not index.keys() >= set(names)]
-            hint = did_you_mean(unknown[0], classes)
+            hint = "" if math.isfinite(_number(unknown[0])) else did_you_mean(unknown[0], classes)
             problem = f"has labels that are not classes of {owner}, {quoted(unknown[0])}{hint},"
             faults = tables[split].fault(column, problem, rows)
             problems += [*map(str, faults), f"  this file's: {listing(set(every[split]))}"]

@@ -30,6 +30,7 @@ from peftlab.files import typed_value
 from peftlab.models.architectures import embeddings_of
 from peftlab.registry import resolve
 from peftlab.tasks.batches import (
+    WHOLE,
     Batch,
     Collate,
     Row,
@@ -39,10 +40,13 @@ from peftlab.tasks.batches import (
     model_inputs,
     padding_or_end,
     padding_token,
+    split_rows,
     tokenise,
+    whole_lengths,
 )
 from peftlab.tasks.data import Fault, Table, choice_columns, is_missing, is_unicode, items, refuse
 from peftlab.tasks.labelled_rows import (
+    ABSENT,
     MIN_CHOICES,
     NO_ENTITY,
     Examples,
@@ -50,6 +54,7 @@ from peftlab.tasks.labelled_rows import (
     entities,
     is_entity_scheme,
     load_task_data,
+    refuse_faulty_rows,
     row_choices,
 )
 from peftlab.tasks.metrics import (
@@ -97,6 +102,7 @@ def prepare(task: Task, data: DataConfig, source: ModelSource, options: TaskOpti
     tokens = partial(tokens_for, source.reference, answers, model, processor, options.max_length)
     held_out = {split: tokens(splits[split]) for split in evaluated}
     train = tokens(splits["train"]) if options.train and "train" in splits else Dataset.from_dict({})
+    used = {"train": train, **held_out} if len(train) else held_out
     labels = list(splits["train"]["label"]) if "train" in splits else None
     evaluation = Evaluation(answers, held_out, answers.collate(processor), options.batch_size)
     loss: Loss = answers.loss
@@ -118,6 +124,7 @@ def prepare(task: Task, data: DataConfig, source: ModelSource, options: TaskOpti
         baseline=None if labels is None else answers.baseline(labels, list(splits[first]["label"])),
         classes=class_counts(answers, splits),
         left_out=loaded.left_out,
+        splits={name: split_rows(rows, options.max_length) for name, rows in used.items()},
         repeated=repeated_rows(task, splits),
         fingerprint=loaded.fingerprint,
         analyse=lambda model: answers.analyse(evaluation.outputs(model, held_out[first]), splits[first]),
@@ -472,9 +479,11 @@ class Answers(ABC):
         columns = [table.column(name, "a text") for name in names]
         faults: list[Fault] = []
         for name, column in zip(names, columns, strict=True):
-            bad = [i for i, v in enumerate(column) if not isinstance(v, str) or is_missing(v) or not is_unicode(v)]
+            absent = {row for row, value in enumerate(column) if is_missing(value)}
+            bad = [i for i, v in enumerate(column) if i not in absent and not (isinstance(v, str) and is_unicode(v))]
+            faults += table.fault(name, ABSENT, sorted(absent))
             faults += table.fault(name, "is not a text", bad)
-        refuse(faults)
+        refuse_faulty_rows(faults)
         return list(columns[0]) if len(columns) == 1 else list(zip(*columns, strict=True))
 
     def rows(self, given: Sequence[object]) -> Examples:
@@ -692,9 +701,12 @@ class OneChoice(Answers):
         after = [choice for row in choices for choice in row]
         texts = (before, after) if any(before) else (after,)
         tokens = tokenizer(*texts, truncation="longest_first", max_length=max_length, return_attention_mask=False)
-        columns = {name: [values[a:b] for a, b in pairwise(ends)] for name, values in tokens.items()}
+        whole = whole_lengths(tokens, tokenizer, max_length, *texts)
+        columns = {name: [values[a:b] for a, b in pairwise(ends)] for name, values in {**tokens, WHOLE: whole}.items()}
         counts = [[len(choice) for choice in row] for row in columns["input_ids"]]
-        return {**columns, "tokens": [*map(sum, counts)], "length": [len(row) * max(row) for row in counts]}
+        lengths = [len(row) * max(row) for row in counts]
+        longest = [max(row) for row in columns[WHOLE]]
+        return {**columns, "tokens": [*map(sum, counts)], "length": lengths, WHOLE: longest}
 
     def head(self) -> Attributes:
         """Return no options: the head gives one logit for each choice."""
@@ -867,7 +879,8 @@ class WordTags(Answers):
         )
         offsets = tokens.pop("offset_mapping")
         first = [_first_tokens(*row) for row in zip(sentences, texts, offsets, strict=True)]
-        return {**tokens, "length": [len(ids) for ids in tokens["input_ids"]], "first": first}
+        whole = whole_lengths(tokens, tokenizer, max_length, texts)
+        return {**tokens, "length": [len(ids) for ids in tokens["input_ids"]], WHOLE: whole, "first": first}
 
     def collate(self, tokenizer: PreTrainedTokenizerBase) -> Callable[[Sequence[Row]], dict[str, Tensor]]:
         """Return ``Collate`` with ``first`` and ``labels`` of shape [rows, words]."""

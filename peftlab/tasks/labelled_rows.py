@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 MISSING = "text or label missing"  # reasons for leaving rows out
 OUTSIDE = "outside every bin"
 BEYOND = "beyond data.max_train_examples"
-_ABSENT = "is missing"
+ABSENT = "is missing"
 
 
 @dataclass(frozen=True)
@@ -252,7 +252,7 @@ def _drop_missing(
         for name, key in needed[split].items():
             missing = [row for row, value in enumerate(table.column(name, key)) if is_missing(value)]
             bad.update(missing)
-            faults += [] if drop else table.fault(name, _ABSENT, missing)
+            faults += [] if drop else table.fault(name, ABSENT, missing)
         rows = [row for row in range(len(table)) if not drop or row not in bad]
         if not rows:
             raise PeftlabError(f"{table.path}: no examples; every row lacks a text or label")
@@ -282,7 +282,7 @@ def _read_labels(
 
 def refuse_faulty_rows(faults: Sequence[Fault]) -> None:
     """Raise ``PeftlabError`` with every fault, if there is any."""
-    absent = any(fault.problem == _ABSENT for fault in faults)
+    absent = any(fault.problem == ABSENT for fault in faults)
     refuse(faults, "data.drop_missing: true leaves out the rows without a text or label" if absent else "")
 
 

@@ -25,7 +25,7 @@ from peftlab.models.chunked_sum import chunked_sum, last_position
 from peftlab.models.costs import CountFlops, add_flops
 from peftlab.models.load import eval_mode, max_positions
 from peftlab.registry import resolve
-from peftlab.tasks.batches import Row, eval_batches, packed_rows, padding_or_end, seeded_order, seeded_subset
+from peftlab.tasks.batches import Row, SplitRows, eval_batches, packed_rows, padding_or_end, seeded_order, seeded_subset
 from peftlab.tasks.conversations import (
     Conversation,
     chat_columns,
@@ -148,11 +148,11 @@ def prepare(task: Task, data: DataConfig, source: ModelSource, options: TaskOpti
     held, how = evaluation_splits(task, splits), encoding(task, data, options.max_length)
     processor, sees = processor_for(source, splits)
     tokenizer = tokenizer_of(processor)
-    encoded = count_left_out(partial(encode_rows, tokenizer=processor, how=how), left_out)
-    held_out: dict[str, Dataset] = {name: encoded(rows) for name, rows in held.items()}
+    used = {"train": splits["train"], **held} if options.train and "train" in splits else held
+    encoder = partial(encode_rows, tokenizer=processor, how=how)
+    train, held_out, counted = encode_splits(encoder, used, left_out)
     auto_class = "AutoModelForImageTextToText" if sees else "AutoModelForCausalLM"
     model, fresh = source.model(auto_class, options.max_length)
-    train = encoded(splits["train"]) if options.train and "train" in splits else Dataset.from_dict({})
     pad = padding_or_end(tokenizer) or 0
     padded = partial(collate_chat, processor) if sees else partial(collate, pad=pad)
     prompted_examples = held.get("test", held.get("validation", []))  # no checkpoint is chosen by its answers
@@ -171,6 +171,7 @@ def prepare(task: Task, data: DataConfig, source: ModelSource, options: TaskOpti
         deciding="loss",
         higher_is_better=False,
         left_out=left_out,
+        splits=counted,
         fingerprint=fingerprint(task.name, sorted(splits.items())),
         auto_class=auto_class,
         pipeline="image-text-to-text" if sees else "text-generation",
@@ -225,23 +226,25 @@ def evaluation_splits(task: Task, splits: Mapping[str, list[RowT]]) -> dict[str,
     return held
 
 
-def count_left_out(
-    encode: Callable[[Sequence[RowT]], tuple[Dataset, dict[str, int]]], left_out: dict[str, int]
-) -> Callable[[Sequence[RowT]], Dataset]:
-    """Return ``encode`` as a function that adds the rows that it leaves out to ``left_out``.
+def encode_splits(
+    encode: Callable[[Sequence[RowT]], tuple[Dataset, SplitRows]],
+    splits: Mapping[str, Sequence[RowT]],
+    left_out: dict[str, int],
+) -> tuple[Dataset, dict[str, Dataset], dict[str, SplitRows]]:
+    """Return the training examples, empty without such a split, the held-out ones by split, and each split's rows.
 
     Args:
-        encode: rows to their examples, and the number of rows left out by reason.
-        left_out: reason to the number of rows left out so far; changed by each call.
+        encode: rows to their examples, and how many are used and left out.
+        splits: rows by split.
+        left_out: reason to the number of rows left out so far; those of all splits are added.
     """
-
-    def encoded(rows: Sequence[RowT]) -> Dataset:
-        found, long = encode(rows)
-        for why, count in long.items():
+    encoded: dict[str, Dataset] = {}
+    counted: dict[str, SplitRows] = {}
+    for split, rows in splits.items():
+        encoded[split], counted[split] = encode(rows)
+        for why, count in counted[split].left_out.items():
             left_out[why] = left_out.get(why, 0) + count
-        return found
-
-    return encoded
+    return encoded.pop("train", Dataset.from_dict({})), encoded, counted
 
 
 def examples(

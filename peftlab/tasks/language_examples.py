@@ -11,6 +11,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from inspect import signature
 from itertools import product
 from typing import TYPE_CHECKING, Literal
 from weakref import WeakKeyDictionary
@@ -20,8 +21,8 @@ from torch import Tensor
 
 from peftlab.errors import PeftlabError
 from peftlab.files import Json
-from peftlab.tasks.batches import Row
-from peftlab.tasks.conversations import Completion, Conversation, Message, Picture, tool_calls_of
+from peftlab.tasks.batches import Row, SplitRows
+from peftlab.tasks.conversations import VARIABLES, Completion, Conversation, Message, Picture, tool_calls_of
 from peftlab.untyped import Processor, Schema
 
 if TYPE_CHECKING:
@@ -252,6 +253,7 @@ def moved(places: Sequence[Placed], character: int) -> int:
 Source = Conversation | Completion
 TooLong = Literal["drop", "truncate", "error"]
 TOO_LONG = "longer than train.max_length"
+UNTRAINED = "no trained token within train.max_length"
 
 
 @dataclass(frozen=True)
@@ -288,8 +290,8 @@ class Tokens:
     filled: list[tuple[int, int, str]] = field(default_factory=list)
 
 
-def encode_rows(rows: Sequence[Source], tokenizer: Processor, how: Encoding) -> tuple[Dataset, dict[str, int]]:
-    """Return the examples of ``rows``, and the number of them that were left out by reason.
+def encode_rows(rows: Sequence[Source], tokenizer: Processor, how: Encoding) -> tuple[Dataset, SplitRows]:
+    """Return the examples of ``rows``, and how many of them there are, were left out and were truncated.
 
     Args:
         rows: conversations or completions.
@@ -307,14 +309,15 @@ def encode_rows(rows: Sequence[Source], tokenizer: Processor, how: Encoding) -> 
     from datasets import Dataset
 
     kept: list[Tokens] = []
+    whole: list[int] = []
     dropped = 0
     for row in rows:
         for tokens in encode(row, tokenizer, how):
             fitted = fit_length(tokens, row.where, how)
+            whole.append(len(tokens.input_ids))
             dropped += not fitted
             kept += fitted
-    if not kept:
-        raise PeftlabError(f"every example is longer than train.max_length, {how.max_length} tokens")
+    counted = count_rows(len(kept), dropped, whole, how)
     columns = {
         "input_ids": [tokens.input_ids for tokens in kept],
         "trained": [tokens.trained for tokens in kept],
@@ -324,7 +327,27 @@ def encode_rows(rows: Sequence[Source], tokenizer: Processor, how: Encoding) -> 
     }
     if any(tokens.images for tokens in kept):
         columns |= {"text": [tokens.text for tokens in kept], "images": [tokens.images for tokens in kept]}
-    return Dataset.from_dict(columns), {TOO_LONG: dropped} if dropped else {}
+    return Dataset.from_dict(columns), counted
+
+
+def count_rows(kept: int, dropped: int, whole: Sequence[int], how: Encoding) -> SplitRows:
+    """Return how many rows of a split are used, left out and truncated.
+
+    Args:
+        kept: rows that are used. dropped: rows that are not.
+        whole: tokens of each row as it is in the file.
+        how: how rows become tokens.
+
+    Raises:
+        PeftlabError: no row is used.
+    """
+    why, cuts = (UNTRAINED, True) if how.too_long == "truncate" else (TOO_LONG, False)
+    if not kept:
+        every = "no example has a trained token within" if cuts else "every example is longer than"
+        shortest = f"; the shortest has {min(whole)}" if whole else ""
+        raise PeftlabError(f"{every} train.max_length, {how.max_length} tokens{shortest}")
+    truncated = sum(n > how.max_length for n in whole) - dropped if cuts and not how.split else 0
+    return SplitRows(kept, {why: dropped} if dropped else {}, truncated, max(whole))
 
 
 def encode(row: Source, tokenizer: Processor, how: Encoding) -> list[Tokens]:
@@ -386,14 +409,14 @@ def _format(
 
 
 def template_of(row: Conversation, tokenizer: Processor) -> Callable[[Shape, Sequence[Message], bool], str]:
-    """Return the tokenizer's chat template with the conversation's tools; see ``Format`` and ``Shape``.
+    """Return the tokenizer's chat template with the conversation's tools and variables; see ``Format`` and ``Shape``.
 
     Args:
-        row: the conversation, for its tools.
+        row: the conversation, for its tools and variables.
         tokenizer: one with a chat template, or a processor with one.
 
     Raises:
-        PeftlabError: there is none; the row is named.
+        PeftlabError: there is none, or a variable is an argument of the function that calls it; the row is named.
     """
     if not getattr(tokenizer, "chat_template", None):
         raise PeftlabError(
@@ -402,11 +425,18 @@ def template_of(row: Conversation, tokenizer: Processor) -> Callable[[Shape, Seq
         )
 
     schemas: list[Schema] = list(row.tools)
+    arguments = signature(tokenizer_of(tokenizer).apply_chat_template).parameters if row.variables else {}
+    if taken := [name for name in row.variables if name in arguments]:
+        raise PeftlabError(f"{row.where}: {VARIABLES}: {taken[0]!r} is no variable that a row may set for its template")
 
     def write(shape: Shape, messages: Sequence[Message], prompted: bool) -> str:
         try:
             text = tokenizer.apply_chat_template(
-                shape(messages), tools=schemas or None, tokenize=False, add_generation_prompt=prompted
+                shape(messages),
+                tools=schemas or None,
+                tokenize=False,
+                add_generation_prompt=prompted,
+                **row.variables,
             )
         except Exception as error:  # a template is a program that comes with the tokenizer: it may raise anything
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
@@ -566,7 +596,7 @@ def fingerprint(name: str, splits: Iterable[tuple[str, Sequence[Source]]]) -> st
         digest.update(json.dumps([split, len(rows)]).encode())
         for row in rows:
             values: list[Json] = (
-                [json.loads(json.dumps(row.messages)), [*row.tools]]
+                [json.loads(json.dumps(row.messages)), [*row.tools], *([row.variables] if row.variables else [])]
                 if isinstance(row, Conversation)
                 else [row.prompt, row.completion]
             )

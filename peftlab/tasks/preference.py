@@ -21,8 +21,9 @@ from transformers import PreTrainedTokenizerBase
 
 from peftlab.errors import PeftlabError
 from peftlab.models.load import eval_mode
-from peftlab.tasks.batches import Row, eval_batches, padding_or_end
+from peftlab.tasks.batches import Row, SplitRows, eval_batches, padding_or_end
 from peftlab.tasks.conversations import (
+    VARIABLES,
     Completion,
     Conversation,
     Message,
@@ -31,8 +32,17 @@ from peftlab.tasks.conversations import (
     read_turns,
 )
 from peftlab.tasks.data import Table, is_missing, quoted
-from peftlab.tasks.language import count_left_out, evaluation_splits, load_rows, read_splits, sample, token_nll
-from peftlab.tasks.language_examples import TOO_LONG, Encoding, Source, Tokens, collate, encode, fingerprint, fit_length
+from peftlab.tasks.language import encode_splits, evaluation_splits, load_rows, read_splits, sample, token_nll
+from peftlab.tasks.language_examples import (
+    Encoding,
+    Source,
+    Tokens,
+    collate,
+    count_rows,
+    encode,
+    fingerprint,
+    fit_length,
+)
 from peftlab.tasks.problem import ModelSource, TaskOptions, TaskProblem, mean_loss, score_batches
 from peftlab.tasks.table import DataConfig, Task
 
@@ -64,8 +74,9 @@ def prepare(task: Task, data: DataConfig, source: ModelSource, options: TaskOpti
     splits: dict[str, list[Preference]]
     task, splits, left_out = load_rows(task, data)
     held, tokenizer, how = evaluation_splits(task, splits), source.tokenizer(), encoding(task, data, options.max_length)
-    encoded = count_left_out(partial(encode_preferences, tokenizer=tokenizer, how=how), left_out)
-    held_out: dict[str, Dataset] = {name: encoded(rows) for name, rows in held.items()}
+    used = {"train": splits["train"], **held} if options.train and "train" in splits else held
+    encoder = partial(encode_preferences, tokenizer=tokenizer, how=how)
+    train, held_out, counted = encode_splits(encoder, used, left_out)
     model, fresh = source.model("AutoModelForCausalLM", options.max_length)
     pad = padding_or_end(tokenizer) or 0
     together = partial(collate_pairs, pad=pad)
@@ -77,7 +88,7 @@ def prepare(task: Task, data: DataConfig, source: ModelSource, options: TaskOpti
         processor=tokenizer,
         model=model,
         fresh=fresh,
-        train=encoded(splits["train"]) if options.train and "train" in splits else Dataset.from_dict({}),
+        train=train,
         held_out=held_out,
         collate=together,
         loss=loss,
@@ -88,6 +99,7 @@ def prepare(task: Task, data: DataConfig, source: ModelSource, options: TaskOpti
         deciding="loss",
         higher_is_better=False,
         left_out=left_out,
+        splits=counted,
         fingerprint=fingerprint(task.name, answers),
         auto_class="AutoModelForCausalLM",
         pipeline="text-generation",
@@ -165,7 +177,7 @@ def read_preference(table: Table, row: int, data: DataConfig) -> Preference:
     for side, answer in found.items():
         if is_missing(answer) or answer == []:
             raise PeftlabError(f"{where}: no {side} answer")
-    alone = is_missing(values.get("system")) and is_missing(values.get("tools"))
+    alone = all(is_missing(values.get(name)) for name in ("system", "tools", VARIABLES))
     texts = isinstance(prompt, str) and prompt.strip() and all(isinstance(answer, str) for answer in found.values())
     if alone and texts:
         chosen, rejected = (Completion(str(prompt), str(answer), where) for answer in found.values())
@@ -228,8 +240,8 @@ def as_chat(source: Source, tokenizer: PreTrainedTokenizerBase) -> Source:
 
 def encode_preferences(
     rows: Sequence[Preference], tokenizer: PreTrainedTokenizerBase, how: Encoding
-) -> tuple[Dataset, dict[str, int]]:
-    """Return the examples of ``rows``, and the number of rows left out by reason: those with a side that is too long.
+) -> tuple[Dataset, SplitRows]:
+    """Return the examples of ``rows``, and how many there are, were left out (a side is too long) and truncated.
 
     Args:
         rows: the pairs.
@@ -246,12 +258,14 @@ def encode_preferences(
     from datasets import Dataset
 
     kept: list[list[Tokens]] = []
+    whole: list[int] = []
     for row in rows:
-        sides = [fit_length(tokens, row.where, how) for tokens in encode_preference(row, tokenizer, how)]
+        pair = encode_preference(row, tokenizer, how)
+        whole.append(max(len(tokens.input_ids) for tokens in pair))
+        sides = [fit_length(tokens, row.where, how) for tokens in pair]
         if all(sides):
             kept.append([tokens for (tokens,) in sides])
-    if not kept:
-        raise PeftlabError(f"every example is longer than train.max_length, {how.max_length} tokens")
+    counted = count_rows(len(kept), len(rows) - len(kept), whole, how)
     counts = [[len(tokens.input_ids) for tokens in sides] for sides in kept]
     columns: dict[str, list[object]] = {
         "tokens": [sum(each) for each in counts],
@@ -260,8 +274,7 @@ def encode_preferences(
     for place, side in enumerate(SIDES):
         columns[f"{side}_ids"] = [sides[place].input_ids for sides in kept]
         columns[f"{side}_trained"] = [sides[place].trained for sides in kept]
-    dropped = len(rows) - len(kept)
-    return Dataset.from_dict(columns), {TOO_LONG: dropped} if dropped else {}
+    return Dataset.from_dict(columns), counted
 
 
 # --- The loss and the scores.

@@ -24,7 +24,7 @@ from peftlab.models.load import (
     position_limit,
     storage,
 )
-from peftlab.tasks.batches import Row
+from peftlab.tasks.batches import Row, SplitRows
 from peftlab.tasks.generated import Contexts
 from peftlab.tasks.metrics import Analysis
 from peftlab.tasks.table import PreferenceObjective, Task
@@ -195,6 +195,7 @@ class TaskProblem(TrainingProblem):
         fingerprint: SHA-256 of the rows, equal on every machine.
         classes: class name to its number of examples by split; empty where there are none.
         left_out: reason to the number of rows that are in no split.
+        splits: split to how many rows it has, and how many ``train.max_length`` leaves out or truncates.
         repeated: evaluation split to the number of its rows whose text a training row has too, where there are any.
         auto_class, pipeline: of transformers, for the model card.
         refer: (model, tokenised rows) to the rows with outputs of the model that training starts from, which
@@ -216,6 +217,7 @@ class TaskProblem(TrainingProblem):
     baseline: Mapping[str, float] | None = None
     classes: dict[str, dict[str, int]] = field(default_factory=dict)
     left_out: dict[str, int] = field(default_factory=dict)
+    splits: dict[str, SplitRows] = field(default_factory=dict)
     repeated: dict[str, int] = field(default_factory=dict)
     auto_class: str = "AutoModelForSequenceClassification"
     pipeline: str = "text-classification"

@@ -50,6 +50,7 @@ class Progress:
         last_metrics: the newest evaluation.
         stale: evaluations since the best one.
         examples, tokens, padded_tokens, seconds: work done in training steps.
+        earlier_seconds: those of ``seconds`` that earlier processes took, in a run that was resumed.
         metrics_bytes: length of metrics.jsonl at this point.
         step_costs: what each kind of step costs, by the first of them or by near ones (``Meter.known``); empty where
             steps are not counted (many processes, ``train.compile``). step_kinds: how many there were of each.
@@ -67,6 +68,7 @@ class Progress:
     tokens: int = 0
     padded_tokens: int = 0
     seconds: float = 0.0
+    earlier_seconds: float = 0.0
     metrics_bytes: int = 0
     step_costs: dict[str, tuple[int, int, int, int]] = field(default_factory=dict)
     step_kinds: dict[str, int] = field(default_factory=dict)
@@ -252,7 +254,9 @@ def load_checkpoint(
         if accelerator.scaler is not None and state["scaler"]:
             accelerator.scaler.load_state_dict(state["scaler"])
         _set_rng_state(state["rng"][accelerator.process_index])
-        return Progress(**state["progress"])
+        progress = Progress(**state["progress"])
+        progress.earlier_seconds = progress.seconds
+        return progress
     run = directory.parent
     again = f"`peftlab run {shlex.quote(str(run / 'recipe.yaml'))} --overwrite` starts again"
     how = "none of its checkpoints can be read" if skipped else "it was stopped before its first checkpoint"

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import time
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from peftlab.cli.app import app
 from peftlab.errors import PeftlabError
 from peftlab.files import LOCK, MARK, locked
-from peftlab.pipelines.runs import list_runs
+from peftlab.pipelines.runs import RunState, list_runs, runs_table
 from tests.reporting.run_directory import metric_lines, write_run
 
 
@@ -69,3 +71,15 @@ def test_the_command_lists_them(place: Path) -> None:
     assert empty.stdout.splitlines() == [f"{place / 'other'}: no runs"]
     with pytest.raises(PeftlabError, match="nowhere: no such directory"):
         list_runs(place / "nowhere")
+
+
+@pytest.mark.parametrize("width", [80, 200])
+def test_no_word_of_a_kind_is_broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, width: int) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    run = RunState("runs/quickstart", "text/classification, lora", "finished", 1250, 0.4, "accuracy", 0.9012, 100.0)
+    console = Console(width=width, file=io.StringIO())
+    console.print(runs_table([run], "."))
+    assert isinstance(console.file, io.StringIO)
+    lines = console.file.getvalue().splitlines()
+    assert max(map(len, lines)) <= width and any(" classification, " in line for line in lines) == (width == 80)
+    assert any(" text/classification, lora " in line for line in lines) == (width == 200)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -72,6 +73,18 @@ def test_a_model_that_is_not_there_is_found(tmp_path: Path, model: Path, referen
     assert peftlab.validate(file, ["model=an-organisation/a-model-of-the-hub"])
 
 
+def test_a_misspelt_directory_is_no_hub_id_where_the_hub_is_not_asked(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = write(tmp_path, model)
+    monkeypatch.chdir(model.parent)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    assert peftlab.validate(file, ["model=bertt"])
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(PeftlabError, match=r"model 'bertt': no such directory \(did you mean 'bert'\?\)"):
+        peftlab.validate(file, ["model=bertt"])
+
+
 def test_columns_of_a_table_s_cells_and_of_split_files(tmp_path: Path, model: Path) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "train.csv").write_text("text,label\ngood,a\nbad,b\n")
@@ -107,6 +120,17 @@ def test_deep_reads_labels_finds_targets_and_compares_space(tmp_path: Path, mode
     assert lines[4] == "warning: fewer than 5 training rows: a (1), b (2)"
     assert "method lora trains" in lines[5] and "BertForSequenceClassification" in lines[5] and "query (2)" in lines[5]
     assert lines[6].startswith("checkpoints and models need 0.")
+    lines = deep_lines(deep_check(peftlab.validate(file, ["train.max_length=3"])))
+    assert "truncated" not in "".join(lines)
+    (tmp_path / "plain.csv").write_text("text\ngood film\ndull plot\n")
+    plain = ["task=text/plain", f"data.path={tmp_path / 'plain.csv'}", "~data.text", "~data.label"]
+    lines = deep_lines(deep_check(peftlab.validate(file, plain)))
+    assert lines[0] == "data of text/plain: train 1, validation 1 (columns: text)" and lines[1].startswith(
+        "method lora"
+    )
+    long = write(tmp_path, model, "text,label\n" + "a good film,a\nbad,b\n" * 3)
+    lines = deep_lines(deep_check(peftlab.validate(long, ["train.max_length=4"])))
+    assert re.search(r"truncated: \d of 5 training rows.* \(4 tokens\); the longest has 5", "\n".join(lines))
     with pytest.raises(PeftlabError, match="single class"):
         deep_check(peftlab.validate(write(tmp_path, model, "text,label\ngood,a\nbad,a\n")))
     with pytest.raises(PeftlabError, match="'qery' matches no module; nearest: query"):

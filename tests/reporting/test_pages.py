@@ -202,7 +202,7 @@ SPELLED = {
 
 
 def test_counts_and_warnings_are_printed_before_training() -> None:
-    assert data_lines(SPELLED, {"text or label missing": 3}) == [
+    assert data_lines(SPELLED, {"text or label missing": 3}, {}, {}, 128) == [
         "class      train  validation",
         "BAD            7           2",
         "bad        1,200           3",
@@ -219,13 +219,13 @@ def test_counts_and_warnings_are_printed_before_training() -> None:
 
 def test_many_classes_are_not_all_printed() -> None:
     many = {f"class {i}": {"train": 1} for i in range(1000)}
-    lines = data_lines(many, {})
+    lines = data_lines(many, {}, {}, {}, 128)
     assert len(lines) == 1 + 20 + 1 + 1 and lines[21].startswith("and 980 more")
     assert lines[-1].startswith("warning: fewer than 5 training rows: class 0 (1), ") and "980 more" in lines[-1]
 
 
 def test_regression_and_sound_classes_need_no_word() -> None:
-    assert data_lines({}, {}) == []
+    assert data_lines({}, {}, {}, {}, 128) == []
     assert class_warnings({"a": {"train": 5, "validation": 0}, "b": {"train": 5, "validation": 0}}) == []
     assert class_rows({"a\nb": {"train": 1}}, 5) == [("class", "train"), ("a b", "1")]
 

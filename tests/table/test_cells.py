@@ -198,6 +198,7 @@ def test_a_recipe_without_a_rate_has_its_methods_and_says_so(tmp_path: Path) -> 
         ("sweep.learning_rate=[1]", "learning_rate: unknown key (did you mean 'train.lr'?)"),
         ("sweep.train.lrr=[1]", "train.lrr: unknown key (did you mean 'lr'?)"),
         ("sweep.rank=[1]", "rank: unknown key (did you mean 'method.r'?)"),
+        ("sweep.lrr=[1]", "lrr: unknown key (did you mean 'lr'?)"),
         ("sweep.bottleneck=[1]", "bottleneck: unknown key"),
         ("sweep.lr=1e-4", "lr: a sweep takes a list of values: sweep.lr=[value, value]"),
         ("sweep.lr=[]", "lr: a sweep takes a list of values: "),

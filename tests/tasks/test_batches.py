@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 from peftlab.errors import PeftlabError
 from peftlab.references import locate
-from peftlab.tasks.batches import Collate, eval_batches, seeded_order, tokenise
+from peftlab.tasks.batches import Collate, SplitRows, eval_batches, seeded_order, split_rows, tokenise
 from peftlab.tasks.labelled_rows import Examples
 from peftlab.tasks.language import nll, pack, packing_fault
 from peftlab.tasks.language_examples import collate
@@ -58,14 +58,14 @@ def pairs():
 
 def test_columns_and_values(bert):
     tokens = tokenise(singles(), bert, 128)
-    assert set(tokens.column_names) == {"input_ids", "token_type_ids", "length", "label"}
+    assert set(tokens.column_names) == {"input_ids", "token_type_ids", "length", "whole", "label"}
     assert tokens["length"][:] == [4, 15] and tokens["label"][:] == [0, 1]
     assert bert.decode(tokens[0]["input_ids"]) == "[CLS] good film [SEP]"
     assert "label" not in tokenise(singles(None), bert, 128).column_names
 
 
 def test_a_tokenizer_without_segments_makes_none(llama):
-    assert set(tokenise(singles(), llama, 128).column_names) == {"input_ids", "length", "label"}
+    assert set(tokenise(singles(), llama, 128).column_names) == {"input_ids", "length", "whole", "label"}
 
 
 def test_pairs_lose_tokens_from_the_longer_sentence(bert):
@@ -74,6 +74,18 @@ def test_pairs_lose_tokens_from_the_longer_sentence(bert):
     assert bert.decode(tokens[0]["input_ids"]) == "[CLS] good film [SEP] a very long [SEP]"
     assert tokens[0]["token_type_ids"] == [0, 0, 0, 0, 1, 1, 1, 1]
     assert bert.decode(tokens[1]["input_ids"]) == "[CLS] a very long [SEP] good film [SEP]"
+
+
+@pytest.mark.parametrize("name", ["bert", "llama"])
+@pytest.mark.parametrize("rows", [singles, pairs])
+def test_what_is_cut_off_is_counted(name, rows, request):
+    tokenizer, limit = request.getfixturevalue(name), 6
+    whole = tokenise(rows(), tokenizer, 128)
+    tokens = tokenise(rows(), tokenizer, limit)
+    assert tokens["whole"][:] == whole["whole"][:] == whole["length"][:]
+    assert split_rows(whole, 128) == SplitRows(2, longest=max(whole["length"]))
+    cut = sum(length > limit for length in whole["length"])
+    assert cut and split_rows(tokens, limit) == SplitRows(2, truncated=cut, longest=max(whole["length"]))
 
 
 def test_too_little_room(bert):

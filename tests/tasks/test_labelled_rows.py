@@ -176,6 +176,8 @@ def test_pairs(tmp_path):
     [
         (["10", "9", "-1"], ("-1", "9", "10")),
         ([10, 9, 2.0], ("2", "9", "10")),
+        (["10.0", "9.", "2"], ("2", "9", "10")),
+        (["1.0", "x"], ("1.0", "x")),
         ([True, False], ("false", "true")),
         (["10", "9", "x"], ("10", "9", "x")),
         ([" yes", "no ", "yes"], ("no", "yes")),
@@ -340,9 +342,13 @@ class TestATrainedModelsClasses:
     def test_numbered_classes_take_numbers(self, tmp_path):
         path = write(tmp_path / "r.csv", labelled("1", "0"))
         written = write(tmp_path / "w.csv", labelled("LABEL_1", "LABEL_0"))
-        for file in (path, written):
+        floats = write(tmp_path / "f.csv", labelled("1.0", "0.0"))
+        for file in (path, written, floats):
             data = load(file, validation="all", classes=("LABEL_0", "LABEL_1"))
             assert data.splits["validation"]["label"][:] == [1, 0]
+        assert load(floats, validation="all", classes=("0.0", "1.0")).splits["validation"]["label"][:] == [1, 0]
+        with pytest.raises(PeftlabError, match="not classes of the model, '10', in 1 of 2 rows"):
+            load(write(tmp_path / "t.csv", labelled("1", "10")), validation="all", classes=("0", "1"))
         with pytest.raises(PeftlabError, match=r"those of the model: '0', '1' \(2\)"):
             load(write(path, labelled("no", "yes")), validation="all", classes=("LABEL_0", "LABEL_1"))
 

@@ -41,7 +41,8 @@ from peftlab.methods.inject import trainable_parameters
 from peftlab.models.costs import CountFlops
 from peftlab.pipelines.finetune import FinetuneResults
 from peftlab.pipelines.recipes import run
-from peftlab.tasks.conversations import Completion, Conversation, read_calls
+from peftlab.tasks.batches import SplitRows
+from peftlab.tasks.conversations import Completion, Conversation, as_conversation, read_calls
 from peftlab.tasks.language import LanguageEvaluation, head_is_separable, load_language, nll
 from peftlab.tasks.language_examples import (
     Encoding,
@@ -53,6 +54,7 @@ from peftlab.tasks.language_examples import (
     end_of_turn,
     markers,
     shapes,
+    template_of,
 )
 from peftlab.tasks.table import DataConfig, find_task
 from tests.byte_tokens import byte_tokenizer
@@ -178,10 +180,20 @@ class TestTokens:
 
     def test_too_long(self, tokenizer) -> None:
         rows = [Completion("ab", "c" * 10, "a:1"), Completion("ab", "c" * 30, "a:2")]
-        data, left_out = encode_rows(rows, tokenizer, Encoding(20))
-        assert len(data) == 1 and sum(left_out.values()) == 1
-        data, left_out = encode_rows(rows, tokenizer, Encoding(20, "truncate"))
-        assert data["length"] == [13, 20] and data["trained_tokens"] == [11, 18] and not left_out
+        data, counted = encode_rows(rows, tokenizer, Encoding(20))
+        assert len(data) == 1 and counted == SplitRows(1, {"longer than train.max_length": 1}, longest=33)
+        data, counted = encode_rows(rows, tokenizer, Encoding(20, "truncate"))
+        assert data["length"] == [13, 20] and data["trained_tokens"] == [11, 18]
+        assert counted == SplitRows(2, truncated=1, longest=33)
+        asked = Completion("a" * 30, "c", "a:3")
+        _, counted = encode_rows([*rows, asked], tokenizer, Encoding(20, "truncate"))
+        assert counted == SplitRows(2, {"no trained token within train.max_length": 1}, truncated=1, longest=33)
+        with pytest.raises(PeftlabError, match=r"is longer than train\.max_length, 12 tokens; the shortest has 13"):
+            encode_rows(rows, tokenizer, Encoding(12))
+        with pytest.raises(
+            PeftlabError, match=r"no example has a trained token within .*, 20 tokens; the shortest has 32"
+        ):
+            encode_rows([asked], tokenizer, Encoding(20, "truncate"))
         with pytest.raises(PeftlabError, match=r"a:2: 33 tokens, and train\.max_length is 20"):
             encode_rows(rows, tokenizer, Encoding(20, "error"))
         data, _ = encode_rows([Completion("", "c" * 45, "a:1")], tokenizer, Encoding(20, split=True))
@@ -194,6 +206,27 @@ class TestTokens:
         bare.chat_template = None
         with pytest.raises(PeftlabError, match="a:7: a chat, but the model's tokenizer has no chat template"):
             encode(Conversation(TURNS, "a:7"), bare, Encoding(100))
+
+    def test_a_row_sets_variables_of_its_template(self, tokenizer) -> None:
+        import copy
+
+        thinking = copy.deepcopy(tokenizer)
+        thinking.chat_template = CHATML + "{% if quiet %}{{ '(quiet)' }}{% endif %}"
+
+        def form(value: object) -> str:
+            row = as_conversation(TURNS, {"chat_template_kwargs": value}, "a:7")
+            return template_of(row, thinking)(list, TURNS, False)
+
+        assert form({"quiet": True}) == form('{"quiet": true}') == form(None) + "(quiet)"
+        assert form({"quiet": None}) == form({}) == form(None)
+        with pytest.raises(
+            PeftlabError, match="a:7: chat_template_kwargs: 'tokenize' is no variable that a row may set"
+        ):
+            form({"tokenize": True})
+        with pytest.raises(
+            PeftlabError, match="a:7: chat_template_kwargs are an object of the template's variables, not"
+        ):
+            form([1])
 
 
 ROWS = {
@@ -515,7 +548,7 @@ def test_bad_files_and_mappings(
     assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
 
 
-def test_what_only_looks_odd_is_read(place: Path, tmp_path: Path) -> None:
+def test_what_only_looks_odd_is_read(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Shapes mixed in one file, a byte order mark, CRLF, turns as JSON text and as parts, an empty input."""
     rows = [
         GOOD, shared_gpt(("human", "q"), ("gpt", "a"), system=""), {"instruction": "i", "input": "", "output": "o"},
@@ -526,9 +559,15 @@ def test_what_only_looks_odd_is_read(place: Path, tmp_path: Path) -> None:
     data = codecs.BOM_UTF8 + "".join(json.dumps(row) + "\r\n" for row in rows).encode()
     assert start(place, tmp_path / "run", data).left_out == {}
     missing = [GOOD, {"messages": None}, GOOD, LONG, GOOD]
+    capsys.readouterr()
     results = start(place, tmp_path / "other", missing, "data.drop_missing=true")
     assert results.left_out == {"text or label missing": 1, "longer than train.max_length": 1}
     assert results.dropped_rows == 2
+    printed = capsys.readouterr().out
+    sizes = {split: rows.rows for split, rows in results.splits.items()}
+    assert sizes == {"train": 2, "validation": 1} and "rows: train 2, validation 1\n" in printed
+    assert "left out: 1 of 3 training rows (longer than train.max_length, " in printed
+    assert "left out: 1 rows (text or label missing)" in printed
     results = start(place, tmp_path / "third", [GOOD, GOOD, LONG], "data.too_long=truncate")
     assert results.left_out == {}
 

@@ -239,8 +239,8 @@ class TestRows:
 
     def test_a_row_with_a_side_that_is_too_long_is_dropped_and_counted(self, tokenizer) -> None:
         long = Preference(Completion("?", "a", "f:9"), Completion("?", "b" * 90, "f:9"), "f:9")
-        found, left_out = encode_preferences([*ROWS, long], tokenizer, HOW)
-        assert len(found) == 4 and left_out == {"longer than train.max_length": 1}
+        found, counted = encode_preferences([*ROWS, long], tokenizer, HOW)
+        assert len(found) == counted.rows == 4 and counted.left_out == {"longer than train.max_length": 1}
         with pytest.raises(PeftlabError, match=r"f:9: \d+ tokens, and train\.max_length is 64"):
             encode_preferences([*ROWS, long], tokenizer, Encoding(64, "error", "last"))
         asked = Preference(Completion("?" * 90, "a", "f:9"), Completion("?" * 90, "b", "f:9"), "f:9")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import io
 import json
 import re
@@ -23,6 +24,7 @@ from peftlab.files import to_json
 from peftlab.pipelines.evaluate import evaluate, score_trained
 from peftlab.pipelines.merge import ROUNDS
 from peftlab.pipelines.predict import predict, predict_file
+from peftlab.tasks.data import read_table
 
 CLASSES = ("fine", "good", "poor")
 
@@ -200,6 +202,25 @@ def test_classes_and_dropped_rows_are_printed_and_in_the_results(
     assert sum(counts["validation"] for counts in found["classes"].values()) == 9
 
 
+def test_truncated_rows_are_counted(encoder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = tmp_path / "rows.csv"
+    rows.write_text("text,label\n" + "a good film,pos\na dull plot and a dull film,neg\n" * 10)
+    values = tiny.recipe(encoder, rows, tmp_path / "run", max_steps=1)
+    values["train"]["max_length"] = 6
+    tiny.run(values)
+    printed = capsys.readouterr().out
+    found = json.loads((tmp_path / "run" / "results.json").read_text())["splits"]
+    assert found["train"]["rows"] + found["validation"]["rows"] == 20
+    assert found["train"]["truncated"] + found["validation"]["truncated"] == 10
+    assert f"truncated: {found['train']['truncated']} of {found['train']['rows']} training rows and " in printed
+    assert printed.count("are longer than train.max_length (6 tokens); the longest has 9\n") == 1
+    predict(tmp_path / "run", ["a good film", "a dull plot and a dull film"])
+    note = "truncated: 1 of 2 rows are longer than train.max_length (6 tokens); the longest has 9\n"
+    assert capsys.readouterr().err.count(note) == 1
+    predict(tmp_path / "run", ["a good film"])
+    assert "truncated" not in capsys.readouterr().err
+
+
 def test_one_run_is_merged_by_its_name(finished: Path, tmp_path: Path) -> None:
     peftlab.run_merge(finished, out=tmp_path / "merged", verify=False)
     ours, theirs = (place / "merged" / "model.safetensors" for place in (tmp_path, finished))
@@ -213,11 +234,53 @@ def test_a_row_has_as_many_texts_as_those_of_training(finished: Path) -> None:
         predict(finished, ["good film"], overrides=["data.text=[one, two]"])
 
 
+def _pipe(content: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make ``content`` stdin, in a strict ASCII locale."""
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(content), encoding="ascii"))
+
+
+def test_stdin_is_read_as_a_file_is(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """UTF-8 whatever the locale, without its byte order mark; what is not UTF-8 is told with its line."""
+    given = [{"text": "good film"}, {"text": "sch\u00f6n"}]
+    lines = "".join(json.dumps(row, ensure_ascii=False) + "\r\n" for row in given)
+    _pipe(codecs.BOM_UTF8 + lines.encode(), monkeypatch)
+    predict_file(finished, "-", str(tmp_path / "out.jsonl"))
+    rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert [row["text"] for row in rows] == [row["text"] for row in given]
+    assert [row["prediction"] for row in rows] == predicted(finished, [row["text"] for row in given])
+    _pipe("good film\nsch\u00f6n\n".encode("latin-1"), monkeypatch)
+    with pytest.raises(PeftlabError, match="stdin:2: not UTF-8"):
+        predict_file(finished, "-", str(tmp_path / "other.jsonl"))
+
+
+@pytest.mark.parametrize("text", ["a\rb", "\r", "a\r\nb", "a\nb", 'a "b", c'])
+def test_a_written_csv_has_the_texts_it_was_given(finished: Path, tmp_path: Path, text: str) -> None:
+    (tmp_path / "in.jsonl").write_text(json.dumps({"text": "good film", "note": text}) + "\n")
+    predict_file(finished, str(tmp_path / "in.jsonl"), str(tmp_path / "out.csv"))
+    assert read_table(tmp_path / "out.csv").columns["note"] == [text]
+    header = (tmp_path / "out.csv").read_bytes().split(b"\n")[0]
+    assert header.startswith(b"text,note,prediction") and not header.endswith(b"\r")
+
+
+def test_rows_without_a_text_are_refused_or_left_out(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "in.csv").write_text("id,text\n1,good film\n2,  \n3,dull plot\n")
+    with pytest.raises(
+        PeftlabError, match=r"column 'text' is missing in 1 of 3 rows[\s\S]*data\.drop_missing: true leaves"
+    ):
+        predict_file(finished, str(tmp_path / "in.csv"), str(tmp_path / "out.jsonl"))
+    predict_file(finished, str(tmp_path / "in.csv"), str(tmp_path / "out.jsonl"), overrides=["data.drop_missing=true"])
+    rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert [row["id"] for row in rows] == ["1", "3"]
+    assert "left out: 1 of 3 rows (text missing)" in capsys.readouterr().err
+
+
 def test_a_line_of_stdin_is_the_text_whatever_its_column_is_called(
     finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     texts = ["good film", "dull plot"]
-    monkeypatch.setattr("sys.stdin", io.StringIO("".join(f"{text}\n" for text in texts)))
+    _pipe("".join(f"{text}\n" for text in texts).encode(), monkeypatch)
     predict_file(finished, "-", str(tmp_path / "out.jsonl"), overrides=["data.text=[review]"])
     rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert [row["text"] for row in rows] == texts

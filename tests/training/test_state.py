@@ -190,6 +190,21 @@ def test_asked_to_stop(number, model, rows, tmp_path):
     tiny.assert_same_run(tmp_path / "run", tmp_path / "whole")
 
 
+def test_the_seconds_of_a_resumed_run_have_those_of_earlier_training(model, rows, tmp_path, monkeypatch):
+    values = tiny.recipe(model, rows, tmp_path / "run", save_every=2)
+    with tiny.stopped_after(4):
+        tiny.run(values)
+    read = state.read_checkpoint
+
+    def slower(path):
+        found = read(path)
+        return {**found, "progress": {**found["progress"], "seconds": 1000.0}}
+
+    monkeypatch.setattr(state, "read_checkpoint", slower)
+    found = tiny.run(values, resume=True)
+    assert 1000 < found["train_seconds"] <= found["total_seconds"] + 0.1 < 1100
+
+
 def test_a_finished_run_resumes_to_itself(model, rows, tmp_path, capsys):
     values = tiny.recipe(model, rows, tmp_path / "run")
     first = tiny.run(values)
@@ -199,6 +214,7 @@ def test_a_finished_run_resumes_to_itself(model, rows, tmp_path, capsys):
     again = tiny.run(values, resume=True)
     assert "nothing left to train after step 8;" in capsys.readouterr().out
     assert again["metrics"] == first["metrics"] and again["steps"] == first["steps"]
+    assert (again["train_seconds"], again["total_seconds"]) == (first["train_seconds"], first["total_seconds"])
     for name, content in before.items():
         assert (tmp_path / "run" / name).read_bytes() == content
 
