@@ -150,7 +150,7 @@ def test_the_command_line_decodes_and_measures(tmp_path):
     target, draft = saved(tmp_path / "target", 3), saved(tmp_path / "draft", 1)
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "one two one two"}\n{"prompt": "three"}\n')
     options = DecodingOptions(max_new_tokens=8, gamma=2)
-    plain = generate(target, "one two", options=options)
+    plain = generate(target, "one two", options=DecodingOptions(max_new_tokens=8))
     for drafter in ({"draft": draft}, {"draft": "exit:1"}, {"drafter": "recycling"}):
         assert generate(target, "one two", options=options, **drafter).tokens == plain.tokens
     found = benchmark(target, tmp_path / "prompts.jsonl", draft, options, repeats=1, batch_size=2).result
