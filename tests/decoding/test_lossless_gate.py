@@ -225,7 +225,7 @@ def test_every_draft_length(stories_model, engines, uneven_prompts, expected, na
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_every_kernel(stories_model, engines, uneven_prompts, expected, name, way):
     drafter = DRAFTERS[name](stories_model, WAYS[way])
-    assert tokens(run(engines[way], uneven_prompts[:3], 3, drafter, 5)) == expected[:3]
+    assert tokens(run(engines[way], uneven_prompts[:6], 3, drafter, 5)) == expected[:6]
 
 
 @pytest.mark.parametrize(

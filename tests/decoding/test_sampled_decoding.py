@@ -24,7 +24,7 @@ from peftlab.drafting.target import truncate
 from peftlab.errors import PeftlabError
 from tests.eagle_models import trained_block, trained_eagle, trained_spark
 
-SAMPLES = 600
+SAMPLES = 1000
 SHARED, SHARED_BY_LAYER = (Goodput(MeasuredStepTimes({1: [1.0] * 5}, {1: {1: 0.3, 4: 1.2}}), 4) for _ in range(2))
 # The first token of a block is hardly ever accepted here: at this price it is tried again.
 SHARED_BY_BLOCK = Goodput(MeasuredStepTimes({1: [1.0] * 5}, {1: {1: 0.01, 4: 0.01}}), 4)
