@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from peftlab.checkpoints.adapter import Adapter, by_parameter_name, check_fit, resolve_adapter
-from peftlab.checkpoints.peft_format import new_names, split_embeddings
+from peftlab.checkpoints.peft_format import all_names, new_names, split_embeddings
 from peftlab.checkpoints.quantised import FP8, TrainingWeights, compressible
 from peftlab.checkpoints.tensors import DTYPES, NAMES, Shard, open_shards
 from peftlab.errors import PeftlabError, did_you_mean, reason
@@ -657,7 +657,7 @@ def task_model(adapter: Adapter, base: Path, *, source: str, trust_remote_code: 
     """
     model, unknown = closest_model(adapter, base, source=source, trust_remote_code=trust_remote_code)
     if unknown:
-        hint = did_you_mean(unknown[0], _names(model))
+        hint = did_you_mean(unknown[0], all_names(model))
         raise PeftlabError(f"{source} does not fit {base}: {type(model).__name__} has no {unknown[0]}{hint}")
     return model
 
@@ -693,7 +693,7 @@ def closest_model(
             continue
         renamed = new_names(model, adapter.tensors)
         wanted = {_ADDED.sub("", renamed.get(name, name)) for name in adapter.tensors}
-        unknown = sorted(wanted - _names(model))
+        unknown = sorted(wanted - all_names(model))
         if not unknown:
             tensors = {renamed.get(key, key): tensor for key, tensor in adapter.tensors.items()}
             return _resized(model, tensors, name, base, trust_remote_code), []
@@ -711,12 +711,6 @@ def _part(config: PretrainedConfig, model_type: object) -> PretrainedConfig | No
     """
     inner = (getattr(config, name, None) for name in config.sub_configs)
     return next((each for each in (config, *inner) if getattr(each, "model_type", None) == model_type), None)
-
-
-def _names(model: PreTrainedModel) -> set[str]:
-    """Return the names of a model's modules, parameters and buffers."""
-    tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
-    return {name for name, _ in (*model.named_modules(), *tensors)}
 
 
 def _config_of(values: Mapping[str, Json], like: PretrainedConfig, source: str) -> PretrainedConfig:

@@ -282,6 +282,12 @@ def _shown(value: object) -> str:
     return text if len(text) <= 100 else f"{text[:100]}..."
 
 
+def all_names(model: nn.Module) -> set[str]:
+    """Return the names of a model's modules, parameters and buffers, all names of what is shared."""
+    tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    return {name for name, _ in (*model.named_modules(), *tensors)}
+
+
 def new_names(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
     """Return the names in ``model`` of an adapter's tensors that have other ones in its file.
 
@@ -291,8 +297,7 @@ def new_names(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
     Args:
         model: a base model. names: of the adapter's tensors, by our parameter names.
     """
-    tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
-    known = {name for name, _ in (*model.named_modules(), *tensors)}
+    known = all_names(model)
     weights = {}
     for name in names:
         module, _, last = name.rpartition(".")
